@@ -1,0 +1,48 @@
+"""TrainerCallbacks of the package. `FP8TrainerMixin` adds the ones that a run needs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+class ThroughputCallback(TrainerCallback):
+    """Adds `tokens_per_second` (over all processes) to what Trainer logs.
+
+    Counts input positions, padding included. The first step after `train()` is left out: it compiles.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._started: float | None = None
+
+    def count(self, inputs: Mapping[str, Any], main_input_name: str) -> None:
+        """Count one micro-batch of this process. No device synchronisation."""
+        main = inputs.get(main_input_name)
+        if main is not None and hasattr(main, "shape"):
+            self._tokens += main.shape[:2].numel()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._started = None
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._started is None:
+            self._restart()
+
+    def rate(self, processes: int) -> float | None:
+        """Tokens per second since the last call, None where nothing was counted yet."""
+        if self._started is None or not self._tokens:
+            return None
+        rate = self._tokens * processes / (time.perf_counter() - self._started)
+        self._restart()
+        return rate
+
+    def _restart(self) -> None:
+        self._tokens, self._started = 0, time.perf_counter()

@@ -1,0 +1,227 @@
+"""The FP8 linear: three GEMMs, each on 8-bit operands.
+
+A linear layer of weight `w` (N, K) on an input `x` (M tokens, K) does three matrix products in a training
+step, and each contracts over another axis:
+
+    output      y  (M, N) = x  (M, K) @ w.T (K, N)      over K
+    grad_input  dx (M, K) = dy (M, N) @ w   (N, K)      over N
+    grad_weight dw (N, K) = dy.T (N, M) @ x (M, K)      over M, the number of tokens
+
+All operands are scaled into the range of an 8-bit format first: e4m3 (3 mantissa bits, up to 448) for
+inputs and weights, e5m2 (2 mantissa bits, up to 57344) for output gradients, whose range is wider. The
+rowwise recipes use e4m3 everywhere, since a scale per row leaves little range to cover. The tensor cores
+multiply 8-bit numbers and add in (about) fp32; *fast accumulation* keeps fewer bits of the sum. It is used
+in the forward GEMM only: in all three it costs loss (DESIGN: 0.985 against 0.94 after 300 steps).
+
+Two facts of the hardware shape the code. The GEMM wants its first operand row-major and its second
+column-major, in every product, so backward needs transposed copies of the 8-bit data. And the contracted
+axis must be a multiple of 16: K and N are checked when layers are selected, M is padded here with zero
+rows, which change no result and make an empty input an ordinary one.
+
+Scales, casts and the GEMM call come from torchao (`torchao.float8`). The autograd function is our own
+because torchao's computes grad_weight also for frozen weights, has no path for stored scales, and fails
+on zero rows (pytorch/ao#1200).
+
+A weight may arrive already cast: FSDP2 gathers FP8 bytes and hands them over as torchao's
+`Float8TrainingTensor` (see `gathering.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torchao.float8.float8_ops import addmm_float8_unwrapped
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
+from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
+from transformers.pytorch_utils import Conv1D
+
+from hf_fp8.config import FP8Config
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ALIGNMENT = 16  # of the contracted axis, in elements: cuBLASLt FP8 GEMMs need 16-byte rows
+
+
+class GemmRecipe(NamedTuple):
+    """What the three GEMMs of one linear do. Hashable, so that compiled graphs can be shared."""
+
+    rowwise: bool  # one scale a row (of the contracted axis) instead of one a tensor
+    grad_dtype: torch.dtype  # of the output gradient in its 8-bit form
+    grad_weight_hp: bool  # grad_weight in high precision
+    emulate: bool
+
+    @classmethod
+    def of(cls, config: FP8Config) -> GemmRecipe:
+        rowwise = config.recipe.startswith("rowwise")
+        return cls(
+            rowwise=rowwise,
+            grad_dtype=E4M3 if rowwise else E5M2,
+            grad_weight_hp=config.recipe == "rowwise_with_gw_hp",
+            emulate=config.emulate,
+        )
+
+
+class Scaled(NamedTuple):
+    """8-bit data with the scale that brought it into range: `data = round(value * scale)`.
+
+    `scale` is fp32: 0-dim, or (rows, 1) / (1, columns) when there is one per row or column.
+    """
+
+    data: Tensor
+    scale: Tensor
+
+    def t(self) -> Scaled:
+        return Scaled(self.data.t(), self.scale.t() if self.scale.ndim else self.scale)
+
+
+def quantize(value: Tensor, dtype: torch.dtype, *, dim: int | None = None) -> Scaled:
+    """Cast a 2-D tensor to `dtype` with the scale of its own largest magnitude.
+
+    `dim`: the contracted axis, for one scale per row of the other axis (rounded down to a power of two, as
+    torchao's rowwise recipe does); None for one scale.
+    """
+    magnitude = value.abs()
+    # Row by row first: Inductor can fuse that reduction with the producer of `value` (DESIGN D3).
+    amax = magnitude.amax(-1).amax() if dim is None else magnitude.amax(dim, keepdim=True)
+    scale = amax_to_scale(amax, dtype, dim is not None)
+    return Scaled(to_fp8_saturated(value.float() * scale, dtype), scale)
+
+
+def gemm(a: Scaled, b: Scaled, out_dtype: torch.dtype, *, fast: bool, emulate: bool) -> Tensor:
+    """`a` (M, K) @ `b` (K, N) in `out_dtype`. K is a multiple of 16."""
+    if emulate:
+        with torch.autocast(a.data.device.type, enabled=False):
+            return ((a.data.float() / a.scale) @ (b.data.float() / b.scale)).to(out_dtype)
+    # torch._scaled_mm takes one scale on both sides, or one per row and one per column.
+    b_scale = b.scale.repeat(1, b.data.shape[1]) if a.scale.ndim > b.scale.ndim else b.scale
+    return addmm_float8_unwrapped(
+        a.data.contiguous(),
+        a.scale,
+        b.data.t().contiguous().t(),
+        b_scale,
+        output_dtype=out_dtype,
+        use_fast_accum=fast,
+    )
+
+
+class _FP8Matmul(torch.autograd.Function):
+    """x_MK, w_NK -> y_MN with scales taken from the operands themselves. M is a multiple of 16."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, w_NK: Tensor, recipe: GemmRecipe) -> Tensor:
+        ctx.recipe = recipe
+        row = -1 if recipe.rowwise else None
+        x = quantize(x_MK, E4M3, dim=row)
+        # Rowwise recipes contract x over tokens in backward and need other scales there: keep x as it was.
+        ctx.save_for_backward(*((x_MK,) if recipe.rowwise else x), *_saved(w_NK))
+        w = _weight(*_saved(w_NK), dim=row)
+        return gemm(x, w.t(), x_MK.dtype, fast=True, emulate=recipe.emulate)
+
+    @staticmethod
+    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        recipe: GemmRecipe = ctx.recipe
+        dx_MK = dw_NK = None
+        row = -1 if recipe.rowwise else None
+        if recipe.rowwise:
+            x_MK, *weight = ctx.saved_tensors
+        else:
+            x_data, x_scale, *weight = ctx.saved_tensors
+        dy = quantize(dy_MN, recipe.grad_dtype, dim=row)
+        if ctx.needs_input_grad[0]:
+            # The high-precision grad_weight recipe scales the weight as a whole here, as torchao's does.
+            w = _weight(*weight, dim=None if recipe.grad_weight_hp else (0 if recipe.rowwise else None))
+            dx_MK = gemm(dy, w, dy_MN.dtype, fast=False, emulate=recipe.emulate)
+        if ctx.needs_input_grad[1]:
+            if recipe.grad_weight_hp:
+                dw_NK = dy_MN.t() @ x_MK
+            elif recipe.rowwise:
+                dy_by_output = quantize(dy_MN, recipe.grad_dtype, dim=0).t()
+                x_by_input = quantize(x_MK, E4M3, dim=0)
+                dw_NK = gemm(dy_by_output, x_by_input, dy_MN.dtype, fast=False, emulate=recipe.emulate)
+            else:
+                x = Scaled(x_data, x_scale)
+                dw_NK = gemm(dy.t(), x, dy_MN.dtype, fast=False, emulate=recipe.emulate)
+        return dx_MK, dw_NK, None
+
+
+def _saved(w_NK: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that stand for a weight between forward and backward: no second copy of it is kept."""
+    if isinstance(w_NK, Float8TrainingTensor):
+        return w_NK._data, w_NK._scale
+    return (w_NK,)
+
+
+def _weight(data: Tensor, scale: Tensor | None = None, *, dim: int | None) -> Scaled:
+    return quantize(data, E4M3, dim=dim) if scale is None else Scaled(data, scale)
+
+
+class _FP8Module(nn.Module):
+    """What FP8Linear and FP8Conv1D share: casting to the compute dtype, padding, bias."""
+
+    gemm_recipe: GemmRecipe
+    bias: Tensor | None
+
+    def fp8_forward(self, input: Tensor, w_NK: Tensor) -> Tensor:
+        device_type = input.device.type
+        if torch.is_autocast_enabled(device_type):
+            input = input.to(torch.get_autocast_dtype(device_type))
+        x_MK = pad_rows(input.reshape(-1, input.shape[-1]))
+        y_MN = cast(Tensor, _FP8Matmul.apply(x_MK, w_NK, self.gemm_recipe))
+        output = unpad_rows(y_MN, input.shape[:-1])
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+    def extra_repr(self) -> str:
+        recipe = self.gemm_recipe
+        scaling = "rowwise" if recipe.rowwise else "tensorwise"
+        return f"{super().extra_repr()}, fp8={scaling}{', emulated' if recipe.emulate else ''}"
+
+
+class FP8Linear(_FP8Module, nn.Linear):
+    """An `nn.Linear` whose GEMMs run in FP8. Made by `convert_linear`, never constructed.
+
+    Shapes: input (..., in_features), output (..., out_features), any number of rows, 0 included. Output dtype:
+    the autocast dtype where autocast is on, otherwise the input's. Gradients come in the dtypes of input
+    and weight.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.fp8_forward(input, self.weight)
+
+
+class FP8Conv1D(_FP8Module, Conv1D):
+    """The same for transformers' `Conv1D` (GPT-2), whose weight is stored (in, out)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fp8_forward(x, self.weight.t())
+
+
+def pad_rows(x_MK: Tensor) -> Tensor:
+    """Add zero rows up to a multiple of 16, at least 16. No copy where the shape is known to fit.
+
+    The test adds no guard, so that a graph with a symbolic number of rows serves every length.
+    """
+    rows = x_MK.shape[0]
+    if statically_known_true(rows > 0) and statically_known_true(rows % ALIGNMENT == 0):
+        return x_MK
+    return F.pad(x_MK, (0, 0, 0, ALIGNMENT if rows == 0 else -rows % ALIGNMENT))
+
+
+def unpad_rows(y_MN: Tensor, leading: torch.Size) -> Tensor:
+    """The first `leading.numel()` rows, in shape (*leading, N)."""
+    return y_MN[: leading.numel()].reshape(*leading, y_MN.shape[-1])
+
+
+def convert_linear(module: nn.Module, config: FP8Config) -> None:
+    """Turn an `nn.Linear` or `Conv1D` into its FP8 form in place: same object, same Parameters, same hooks.
+
+    Raises:
+        TypeError: `module` is of another class, a quantized or otherwise special subclass included.
+    """
+    classes: dict[type, type[_FP8Module]] = {nn.Linear: FP8Linear, Conv1D: FP8Conv1D}
+    if type(module) not in classes:
+        raise TypeError(f"only nn.Linear and Conv1D can be converted, got {type(module).__qualname__}")
+    module.__class__ = classes[type(module)]
+    cast(_FP8Module, module).gemm_recipe = GemmRecipe.of(config)

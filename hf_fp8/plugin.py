@@ -1,0 +1,254 @@
+"""`FP8Plugin`: the life of a model, in order. Trainer and plain Accelerate loops run the same code.
+
+    plugin = FP8Plugin(FP8Config(recipe="tensorwise"))
+    accelerator = Accelerator(**plugin.accelerator_kwargs(), fsdp_plugin=...)
+    model, optimizer, loader = plugin.prepare(accelerator, model, optimizer, loader)
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, DynamoBackend
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from transformers import PreTrainedModel
+
+from hf_fp8.config import FP8Config, keep_accelerate_from_converting, launch_mixed_precision
+from hf_fp8.gathering import WeightGather
+from hf_fp8.regions import Blocks, checkpoint_activations, compile_model, find_blocks
+from hf_fp8.selection import ConversionReport, convert, select
+from hf_fp8.sharding import (
+    check_optimizer,
+    named_parameter_objects,
+    remap_optimizer,
+    set_mixed_precision_policy,
+    shard_model,
+    upcast_masters,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class FP8Plugin:
+    """Converts, checkpoints, compiles and shards one model for FP8 training.
+
+    Args:
+        config: what to do; None takes what `accelerate launch` passed (`FP8Config.from_launch()`).
+        tokens: rows of a micro-batch (batch size x sequence length), for the choice of layers; None assumes 8192.
+        torch_compile_regional: compile block by block where the launch config or `TorchDynamoPlugin` asks for compile;
+            False compiles the whole model.
+    """
+
+    def __init__(
+        self, config: FP8Config | None = None, *, tokens: int | None = None, torch_compile_regional: bool = True
+    ) -> None:
+        self.config = FP8Config.from_launch() if config is None else config
+        self.tokens = tokens
+        self.torch_compile_regional = torch_compile_regional
+        self.report: ConversionReport | None = None
+        self.gather: WeightGather | None = None
+        self._model: nn.Module | None = None
+        self._blocks: Blocks = []
+        self._finished = False
+        if self.config.enabled and launch_mixed_precision() == "fp16":
+            raise ValueError(
+                "mixed_precision: fp16 in the launch config contradicts FP8 training, which computes in bf16 around "
+                "the FP8 GEMMs. Set mixed_precision: fp8 (or bf16), or FP8Config(enabled=False)."
+            )
+
+    # --- what a user calls ------------------------------------------------------------------------------
+
+    def accelerator_kwargs(self) -> dict[str, Any]:
+        """Arguments for `Accelerator(...)`: bf16 compute around the FP8 GEMMs, nothing converted by Accelerate."""
+        keep_accelerate_from_converting()
+        if self.config.enabled or launch_mixed_precision() == "fp8":
+            return {"mixed_precision": "bf16"}
+        return {}
+
+    def prepare(self, accelerator: Accelerator, model: nn.Module, *others: Any) -> Any:
+        """`accelerator.prepare(model, *others)` with FP8. Optimizers, schedulers and loaders in any order.
+
+        Returns what `accelerator.prepare` returns, in the order given.
+
+        Raises:
+            ValueError: see `select`; also for an optimizer that does not hold the model's parameters.
+            RuntimeError: the device has no FP8 and `emulate` is off.
+        """
+        optimizers = [o for o in others if isinstance(o, torch.optim.Optimizer)]
+        self.prepare_model(accelerator, model, *optimizers)
+        prepared = accelerator.prepare(model, *others)
+        for optimizer in optimizers:
+            self.watch(optimizer)
+        return prepared
+
+    # --- the order --------------------------------------------------------------------------------------
+
+    def prepare_model(self, accelerator: Accelerator, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+        """Everything up to, not including, `accelerator.prepare`. A second call for the same model does nothing."""
+        self.convert(accelerator, model)
+        self.finish(accelerator, model, *optimizers)
+
+    def convert(self, accelerator: Accelerator, model: nn.Module) -> None:
+        """Masters, selection and conversion, activation checkpointing: what needs no optimizer and no mesh."""
+        if self._model is model:
+            return
+        self.adopt(accelerator)
+        self.config.check_hardware(accelerator.device)
+        self._model, self._finished, self.gather = model, False, None
+        self._blocks = find_blocks(model)
+        notes = []
+        if accelerator.is_fsdp2:
+            notes.append(upcast_masters(model))
+        if self.config.enabled:
+            report = select(model, self.config, self.tokens)
+            convert(model, report, self.config)
+        else:
+            report = ConversionReport([], "off")
+        report.notes += [*notes, *self._options()]
+        self.report = report
+        _without_cache(model)
+
+    def finish(self, accelerator: Accelerator, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+        """Activation checkpointing, compile, sharding, gather; then the report is complete and logged on rank 0."""
+        if self._finished:
+            return
+        if self.report is None or self._model is not model:
+            raise RuntimeError("finish() needs the model that convert() was called with")
+        notes = self.report.notes
+        fsdp = accelerator.state.fsdp_plugin if accelerator.distributed_type == DistributedType.FSDP else None
+        if fsdp is not None and fsdp.activation_checkpointing and accelerator.is_fsdp2:
+            checkpoint_activations(model, self._blocks, offload=fsdp.activation_checkpointing_offload)
+            fsdp.activation_checkpointing = fsdp.activation_checkpointing_offload = False  # done: not once more
+            notes.append("activation checkpointing on every block")
+        self._compile(accelerator, model)
+        if accelerator.is_fsdp2:
+            before = named_parameter_objects(model)
+            notes.append(shard_model(model, accelerator))
+            for optimizer in optimizers:
+                remap_optimizer(optimizer, before, model)
+            if self.config.enabled:
+                offload = isinstance(fsdp.cpu_offload, CPUOffloadPolicy)
+                self.gather = WeightGather(model, self.config, offload=offload)
+                notes.append(self.gather.note)
+        elif self.config.enabled and self.config.all_gather == "on":
+            raise ValueError(
+                "fp8_all_gather=on, but nothing is gathered: the run is not FSDP2. Start it with "
+                "accelerate_configs/fsdp2.yaml, or use fp8_all_gather=auto."
+            )
+        self._finished = True
+        if accelerator.is_main_process:
+            logger.info("%s", self.report)
+
+    def _compile(self, accelerator: Accelerator, model: nn.Module) -> None:
+        assert self.report is not None
+        dynamo = accelerator.state.dynamo_plugin
+        if dynamo.backend == DynamoBackend.NO:
+            if self.config.enabled and not self.config.emulate:
+                logger.warning(
+                    "FP8 without torch.compile is slower than bf16: the casts run as separate kernels. "
+                    "Pass --torch_compile true."
+                )
+            return
+        options = dynamo.to_kwargs() | {"backend": dynamo.backend.value.lower()}
+        # The launcher always exports USE_DYNAMIC=False, which would recompile for every new length and fall back to
+        # eager after eight: None lets torch make a second, dynamic graph.
+        options["dynamic"] = dynamo.dynamic or None
+        checkpointed = any(vars(m).get("gradient_checkpointing") for m in model.modules())
+        note = compile_model(
+            model,
+            self._blocks,
+            regional=self.torch_compile_regional,
+            checkpointed=checkpointed,
+            config=self.config,
+            **options,
+        )
+        dynamo.backend = DynamoBackend.NO  # done: Accelerate must not compile on top
+        self.report.notes.append(note)
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check `optimizer` against the prepared model and refresh the gather scales after each of its steps."""
+        if self._model is None:
+            raise RuntimeError("watch() comes after prepare_model()")
+        inner = getattr(optimizer, "optimizer", optimizer)  # AcceleratedOptimizer
+        check_optimizer(inner, self._model)
+        if self.gather is not None and self.gather.modules and not getattr(inner, "_hf_fp8_watched", False):
+            inner.register_step_post_hook(lambda *_: self.gather and self.gather.refresh())
+            inner._hf_fp8_watched = True
+
+    def adopt(self, accelerator: Accelerator) -> None:
+        """Make `accelerator` leave alone what this plugin does.
+
+        Raises:
+            ValueError: a launch config that this package cannot honour.
+        """
+        if isinstance(accelerator, _FP8Accelerator):
+            return
+        if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+            raise ValueError(
+                f"hf_fp8 does not run under {accelerator.distributed_type.value}. "
+                "Use accelerate_configs/fsdp2.yaml, which shards as far as ZeRO-3."
+            )
+        _check_fsdp_honoured(accelerator)
+        parallel = accelerator.parallelism_config
+        if parallel is not None and (parallel.tp_enabled or parallel.cp_enabled or parallel.sp_enabled):
+            raise ValueError(
+                "hf_fp8 shards over data-parallel ranks only. Set parallelism_config_tp_size, _cp_size and _sp_size to 1 "
+                "in the launch config."
+            )
+        accelerator.__class__ = _FP8Accelerator
+        if accelerator.is_fsdp2:
+            set_mixed_precision_policy(accelerator)
+
+    def _options(self) -> list[str]:
+        config = self.config
+        if not config.enabled:
+            return ["FP8 is off: nothing converted"]
+        notes = []
+        if config.emulate:
+            notes.append("emulated FP8: same numerics, no speed; the speed rule for small layers is off")
+        elif not config.convert_small:
+            source = "" if self.tokens else " (assumed)"
+            notes.append(f"speed rule for {self.tokens or 8192} tokens a micro-batch{source}")
+        return notes
+
+
+class _FP8Accelerator(Accelerator):
+    """An Accelerator that was handed to a plugin: a model that the plugin has sharded is not prepared again."""
+
+    def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
+        if not any(isinstance(obj, FSDPModule) for obj in args):
+            return super()._prepare_fsdp2(*args)
+        prepared = []
+        for first_pass in (True, False):  # schedulers come second: they need prepared optimizers
+            prepared = [
+                obj if isinstance(obj, nn.Module) else self._prepare_one(obj, first_pass=first_pass)
+                for obj in (prepared or args)
+            ]
+        self._models += [obj for obj in prepared if isinstance(obj, nn.Module) and obj not in self._models]
+        return tuple(prepared)
+
+
+def _check_fsdp_honoured(accelerator: Accelerator) -> None:
+    """Accelerate falls back from FSDP to plain data parallel on CPU, without a word."""
+    import os
+
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return
+    if accelerator.distributed_type != DistributedType.FSDP:
+        raise ValueError(
+            f"The launch config asks for FSDP, but Accelerate runs this as {accelerator.distributed_type.value} on "
+            f"{accelerator.device.type!r}: FSDP needs several processes with one accelerator each. "
+            "Use accelerate_configs/ddp.yaml or cpu.yaml here."
+        )
+
+
+def _without_cache(model: nn.Module) -> None:
+    """A KV cache inside a compiled block recompiles it for every layer; training and evaluation need none."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            for config in {id(c): c for c in (module.config, module.config.get_text_config())}.values():
+                config.use_cache = False

@@ -1,0 +1,111 @@
+"""The repeated blocks of a model: what is checkpointed, compiled and sharded one by one.
+
+A transformer is a stack of equal blocks. Compiling one block serves all of them (one graph, not one per
+layer), recomputing one block at a time bounds activation memory, and FSDP2 gathers one block at a time.
+Blocks must be found before `fully_shard`, which renames classes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen
+from transformers import PreTrainedModel
+
+from hf_fp8.config import FP8Config
+
+Blocks = list[tuple[str, nn.Module]]
+
+
+def find_blocks(model: nn.Module) -> Blocks:
+    """The repeated blocks of `model`, by name, in order of definition.
+
+    A block is an element of a ModuleList or Sequential whose class the model lists in `_no_split_modules`.
+    A model that lists none: the elements of its longest list of equal class.
+    """
+    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
+    declared = no_split_classes(model)
+    blocks = [
+        (f"{name}.{index}".lstrip("."), child)
+        for name, container in lists
+        for index, child in container.named_children()
+        if type(child).__name__ in declared
+    ]
+    if blocks or declared:
+        return blocks
+    equal = [(name, m) for name, m in lists if len(m) > 1 and len({type(child) for child in m}) == 1]
+    if not equal:
+        return []
+    name, longest = max(equal, key=lambda item: len(item[1]))
+    return [(f"{name}.{index}".lstrip("."), child) for index, child in longest.named_children()]
+
+
+def no_split_classes(model: nn.Module) -> set[str]:
+    """Names of the block classes that `model` and the models inside it declare."""
+    models = (m for m in model.modules() if isinstance(m, PreTrainedModel))
+    return {name for m in models for name in (m._no_split_modules or ())}
+
+
+def checkpoint_activations(model: nn.Module, blocks: Blocks, *, offload: bool) -> None:
+    """Recompute each block in backward instead of keeping its activations.
+
+    `offload`: what a block does save (its input) waits in host memory until backward.
+
+    transformers' own layers do the checkpointing where the model supports it, so that this and Trainer's
+    `gradient_checkpointing` are one mechanism; other models get their blocks' `forward` wrapped.
+    """
+    recompute = partial(_offloaded_checkpoint if offload else checkpoint, use_reentrant=False)
+    supported = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.supports_gradient_checkpointing]
+    if supported:
+        supported[0]._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=recompute)
+        return
+    if not blocks:
+        raise ValueError(
+            f"activation checkpointing was asked for, but {type(model).__name__} has no repeated blocks to checkpoint. "
+            "Set fsdp_activation_checkpointing: false."
+        )
+    for _, block in blocks:
+        block.forward = partial(recompute, block.forward)
+
+
+def _offloaded_checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return checkpoint(function, *args, **kwargs)
+
+
+def compile_model(
+    model: nn.Module, blocks: Blocks, *, regional: bool, checkpointed: bool, config: FP8Config, **options: Any
+) -> str:
+    """Compile in place, block by block or as a whole; returns the sentence for the report.
+
+    In place (`module.compile()`), because the wrapper that `torch.compile(module)` makes is called without
+    the hooks that `fully_shard` adds later (huggingface/accelerate#4022: 2.4x slower).
+
+    `options` go to `torch.compile`: backend, mode, fullgraph, dynamic.
+    """
+    # The compiler must not use the Triton code that corrupts FP8 stores (pytorch/ao#4652); torchao applies
+    # its patch only inside its own conversion. Can go when torch 2.14-class builds are fixed.
+    _patch_inductor_min_max_codegen()
+    if config.enabled and config.recipe.startswith("rowwise"):
+        # Rowwise scales of a fused RMSNorm differ from eager's otherwise (pytorch/pytorch#150859).
+        torch._inductor.config.emulate_precision_casts = True
+    if checkpointed:
+        # Recomputation must not repeat Python side effects of the forward (pytorch/pytorch#166926).
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    if not regional:
+        model.compile(**options)
+        return f"compiled as a whole ({options['backend']})"
+    if not blocks:
+        raise ValueError(
+            f"{type(model).__name__} has no repeated blocks to compile one by one. "
+            "Pass --torch_compile_regional false to compile the whole model."
+        )
+    for _, block in blocks:
+        block.compile(**options)
+    kinds = Counter(type(block).__name__ for _, block in blocks)
+    return "compiled by block: " + ", ".join(f"{n} {kind}" for kind, n in kinds.items()) + f" ({options['backend']})"
