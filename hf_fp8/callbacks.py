@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hf_fp8.plugin import FP8Plugin
+
 
 class ThroughputCallback(TrainerCallback):
     """Adds `tokens_per_second` (over all processes) to what Trainer logs.
@@ -46,3 +48,15 @@ class ThroughputCallback(TrainerCallback):
 
     def _restart(self) -> None:
         self._tokens, self._started = 0, time.perf_counter()
+
+
+class AmaxSyncCallback(TrainerCallback):
+    """After each optimizer step: the one all-reduce that shares amaxes and sets all scales."""
+
+    def __init__(self, plugin: FP8Plugin) -> None:
+        self.plugin = plugin
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.plugin.after_optimizer_step()

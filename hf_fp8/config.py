@@ -57,6 +57,8 @@ class FP8Config:
     """Delayed recipe: headroom in powers of two, scale = fp8_max / (amax * 2**margin)."""
     amax_sync: bool = True
     """Delayed recipe: share amax over the data-parallel ranks, one all-reduce per optimizer step."""
+    weight_cache: bool = True
+    """Delayed recipe without sharding: keep each weight's FP8 copy for the whole optimizer step, 1 byte a parameter."""
     experts: Switch = "auto"
     """Mixture-of-experts GEMMs in FP8."""
 
@@ -72,7 +74,7 @@ class FP8Config:
                 'for example --fp8_skip "*.down_proj" "model.layers.0.*".'
             )
         object.__setattr__(self, "skip", tuple(self.skip))
-        for name in ("enabled", "convert_small", "emulate", "amax_sync"):
+        for name in ("enabled", "convert_small", "emulate", "amax_sync", "weight_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"fp8_{name}={getattr(self, name)!r} must be true or false.")
         if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:

@@ -132,7 +132,7 @@ class _FP8Matmul(torch.autograd.Function):
         dy = quantize(dy_MN, recipe.grad_dtype, dim=row)
         if ctx.needs_input_grad[0]:
             # The high-precision grad_weight recipe scales the weight as a whole here, as torchao's does.
-            w = _weight(*weight, dim=None if recipe.grad_weight_hp else (0 if recipe.rowwise else None))
+            w = _weight(*weight, dim=0 if recipe.rowwise and not recipe.grad_weight_hp else None)
             dx_MK = gemm(dy, w, dy_MN.dtype, fast=False, emulate=recipe.emulate)
         if ctx.needs_input_grad[1]:
             if recipe.grad_weight_hp:
@@ -147,6 +147,70 @@ class _FP8Matmul(torch.autograd.Function):
         return dx_MK, dw_NK, None
 
 
+class _FP8DelayedMatmul(torch.autograd.Function):
+    """x_MK, w_NK -> y_MN with stored scales; the amaxes of x and dy are recorded for the next step.
+
+    `w_fp8` is the weight already cast, or None to cast it here. `record` is False in evaluation. While
+    `calibrating` there are no stored scales yet, and x and dy get exact ones.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_MK: Tensor,
+        w_NK: Tensor,
+        w_fp8: Tensor | None,
+        w_scale: Tensor,
+        x_scale: Tensor,
+        x_amax: Tensor,
+        dy_scale: Tensor,
+        dy_amax: Tensor,
+        recipe: GemmRecipe,
+        record: bool,
+        calibrating: bool,
+    ) -> Tensor:
+        ctx.recipe, ctx.calibrating, ctx.cast_weight = recipe, calibrating, w_fp8 is None
+        ctx.dy_amax = dy_amax  # written in backward, so not a saved tensor, whose version would be checked
+        x = _delayed_cast(x_MK, E4M3, x_scale, x_amax, record=record, calibrating=calibrating)
+        w = Scaled(cast_saturating(w_NK, w_scale, E4M3) if w_fp8 is None else w_fp8, w_scale)
+        ctx.save_for_backward(*x, w_NK if w_fp8 is None else w_fp8, w_scale, dy_scale)
+        return gemm(x, w.t(), x_MK.dtype, fast=True, emulate=recipe.emulate)
+
+    @staticmethod
+    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
+        x_data, x_scale, w_data, w_scale, dy_scale = ctx.saved_tensors
+        emulate = ctx.recipe.emulate
+        dx_MK = dw_NK = None
+        dy = _delayed_cast(dy_MN, E5M2, dy_scale, ctx.dy_amax, record=True, calibrating=ctx.calibrating)
+        if ctx.needs_input_grad[0]:
+            w = Scaled(cast_saturating(w_data, w_scale, E4M3) if ctx.cast_weight else w_data, w_scale)
+            dx_MK = gemm(dy, w, dy_MN.dtype, fast=False, emulate=emulate)
+        if ctx.needs_input_grad[1]:
+            dw_NK = gemm(dy.t(), Scaled(x_data, x_scale), dy_MN.dtype, fast=False, emulate=emulate)
+        return dx_MK, dw_NK, *(None,) * 9
+
+
+def _delayed_cast(
+    value: Tensor, dtype: torch.dtype, scale: Tensor, amax: Tensor, *, record: bool, calibrating: bool
+) -> Scaled:
+    """One pass over `value`: cast with `scale`, and max its own amax into `amax`.
+
+    Max, not overwrite: accumulation sees several micro-batches, and recomputation sees the same one twice.
+    """
+    if record or calibrating:
+        own = value.abs().amax(-1).amax().float()
+        if calibrating:
+            scale = amax_to_scale(own, dtype)
+        if record:
+            amax.copy_(torch.maximum(amax, own))
+    return Scaled(cast_saturating(value, scale, dtype), scale)
+
+
+def cast_saturating(value: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`value * scale` in `dtype`; what is out of range becomes the largest number."""
+    return to_fp8_saturated(value.float() * scale, dtype)
+
+
 def _saved(w_NK: Tensor) -> tuple[Tensor, ...]:
     """The tensors that stand for a weight between forward and backward: no second copy of it is kept."""
     if isinstance(w_NK, Float8TrainingTensor):
@@ -158,28 +222,80 @@ def _weight(data: Tensor, scale: Tensor | None = None, *, dim: int | None) -> Sc
     return quantize(data, E4M3, dim=dim) if scale is None else Scaled(data, scale)
 
 
-class _FP8Module(nn.Module):
-    """What FP8Linear and FP8Conv1D share: casting to the compute dtype, padding, bias."""
+# Buffers that the FP8 state of a module lives in (see scaling.py). None until something fills them.
+FP8_BUFFERS = (
+    "fp8_weight",  # FP8 copy of the weight, in its layout
+    "fp8_weight_scale",
+    "fp8_input_scale",
+    "fp8_input_amax",
+    "fp8_grad_scale",
+    "fp8_grad_amax",
+)
+
+
+class FP8Module(nn.Module):
+    """What `FP8Linear` and `FP8Conv1D` share: compute dtype, padding, bias, FP8 state."""
 
     gemm_recipe: GemmRecipe
-    bias: Tensor | None
+    fp8_delayed: bool
+    fp8_calibrating: bool
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    fp8_weight: Tensor | None
+    fp8_weight_scale: Tensor
+    fp8_input_scale: Tensor
+    fp8_input_amax: Tensor
+    fp8_grad_scale: Tensor
+    fp8_grad_amax: Tensor
 
-    def fp8_forward(self, input: Tensor, w_NK: Tensor) -> Tensor:
+    def fp8_forward(self, input: Tensor, w_NK: Tensor, w_fp8: Tensor | None) -> Tensor:
         device_type = input.device.type
         if torch.is_autocast_enabled(device_type):
             input = input.to(torch.get_autocast_dtype(device_type))
         x_MK = pad_rows(input.reshape(-1, input.shape[-1]))
-        y_MN = cast(Tensor, _FP8Matmul.apply(x_MK, w_NK, self.gemm_recipe))
+        if self.fp8_delayed:
+            y_MN = self._delayed(x_MK, w_NK, w_fp8)
+        else:
+            y_MN = cast(Tensor, _FP8Matmul.apply(x_MK, w_NK, self.gemm_recipe))
         output = unpad_rows(y_MN, input.shape[:-1])
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
+    def _delayed(self, x_MK: Tensor, w_NK: Tensor, w_fp8: Tensor | None) -> Tensor:
+        w_scale = self.fp8_weight_scale
+        if isinstance(w_NK, Float8TrainingTensor):  # gathered as FP8
+            w_fp8, w_scale = w_NK._data, w_NK._scale
+        y_MN = _FP8DelayedMatmul.apply(
+            x_MK,
+            w_NK,
+            w_fp8,
+            w_scale,
+            self.fp8_input_scale,
+            self.fp8_input_amax,
+            self.fp8_grad_scale,
+            self.fp8_grad_amax,
+            self.gemm_recipe,
+            torch.is_grad_enabled(),
+            self.fp8_calibrating,
+        )
+        return cast(Tensor, y_MN)
+
     def extra_repr(self) -> str:
         recipe = self.gemm_recipe
-        scaling = "rowwise" if recipe.rowwise else "tensorwise"
+        scaling = "delayed" if self.fp8_delayed else "rowwise" if recipe.rowwise else "tensorwise"
         return f"{super().extra_repr()}, fp8={scaling}{', emulated' if recipe.emulate else ''}"
 
+    def _apply(self, fn: Any, recurse: bool = True) -> FP8Module:
+        """`.to(device)` moves the FP8 state too, `.to(dtype)` must not touch it: fp32 scales, FP8 bytes."""
+        own = {name: buffer for name in FP8_BUFFERS if (buffer := self._buffers.get(name)) is not None}
+        self._buffers.update(dict.fromkeys(own))
+        super()._apply(fn, recurse)
+        for name, buffer in own.items():
+            device = fn(torch.empty(0, dtype=torch.uint8, device=buffer.device)).device
+            self._buffers[name] = buffer.to(device)
+        return self
 
-class FP8Linear(_FP8Module, nn.Linear):
+
+class FP8Linear(FP8Module, nn.Linear):
     """An `nn.Linear` whose GEMMs run in FP8. Made by `convert_linear`, never constructed.
 
     Shapes: input (..., in_features), output (..., out_features), any number of rows, 0 included. Output dtype:
@@ -188,14 +304,15 @@ class FP8Linear(_FP8Module, nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.fp8_forward(input, self.weight)
+        return self.fp8_forward(input, self.weight, self.fp8_weight)
 
 
-class FP8Conv1D(_FP8Module, Conv1D):
+class FP8Conv1D(FP8Module, Conv1D):
     """The same for transformers' `Conv1D` (GPT-2), whose weight is stored (in, out)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fp8_forward(x, self.weight.t())
+        copy = self.fp8_weight
+        return self.fp8_forward(x, self.weight.t(), None if copy is None else copy.t())
 
 
 def pad_rows(x_MK: Tensor) -> Tensor:
@@ -220,8 +337,18 @@ def convert_linear(module: nn.Module, config: FP8Config) -> None:
     Raises:
         TypeError: `module` is of another class, a quantized or otherwise special subclass included.
     """
-    classes: dict[type, type[_FP8Module]] = {nn.Linear: FP8Linear, Conv1D: FP8Conv1D}
+    classes: dict[type, type[FP8Module]] = {nn.Linear: FP8Linear, Conv1D: FP8Conv1D}
     if type(module) not in classes:
         raise TypeError(f"only nn.Linear and Conv1D can be converted, got {type(module).__qualname__}")
     module.__class__ = classes[type(module)]
-    cast(_FP8Module, module).gemm_recipe = GemmRecipe.of(config)
+    converted = cast(FP8Module, module)
+    converted.gemm_recipe = GemmRecipe.of(config)
+    converted.fp8_delayed = config.recipe == "delayed"
+    converted.fp8_calibrating = False
+    for name in FP8_BUFFERS:
+        converted.register_buffer(name, None, persistent=False)
+
+
+def fp8_modules(model: nn.Module) -> dict[str, FP8Module]:
+    """The converted modules of `model`, by name, in order of definition."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, FP8Module)}

@@ -8,9 +8,13 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
@@ -18,11 +22,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from transformers import PreTrainedModel
 
 from hf_fp8.config import FP8Config, keep_accelerate_from_converting, launch_mixed_precision
-from hf_fp8.gathering import WeightGather
+from hf_fp8.gathering import WeightGather, shard_group
+from hf_fp8.linear import FP8_BUFFERS, FP8Module, fp8_modules
 from hf_fp8.regions import Blocks, checkpoint_activations, compile_model, find_blocks
+from hf_fp8.scaling import ScalingState, WeightScales
 from hf_fp8.selection import ConversionReport, convert, select
 from hf_fp8.sharding import (
     check_optimizer,
+    leave_inference_mode,
     named_parameter_objects,
     remap_optimizer,
     set_mixed_precision_policy,
@@ -50,9 +57,13 @@ class FP8Plugin:
         self.tokens = tokens
         self.torch_compile_regional = torch_compile_regional
         self.report: ConversionReport | None = None
-        self.gather: WeightGather | None = None
+        self.weights: WeightScales | None = None
+        """Once-per-step weight scales, where the recipe or FP8 gather needs them."""
+        self.scaling: ScalingState | None = None
+        """The delayed recipe's state."""
         self._model: nn.Module | None = None
         self._blocks: Blocks = []
+        self._compiled = False
         self._finished = False
         if self.config.enabled and launch_mixed_precision() == "fp16":
             raise ValueError(
@@ -82,7 +93,11 @@ class FP8Plugin:
         self.prepare_model(accelerator, model, *optimizers)
         prepared = accelerator.prepare(model, *others)
         for optimizer in optimizers:
-            self.watch(optimizer)
+            self.check(optimizer)
+            optimizer.register_step_post_hook(lambda *_: self.after_optimizer_step())
+        if self.scaling is not None:
+            accelerator.register_for_checkpointing(self.scaling)
+        self.begin_calibration()
         return prepared
 
     # --- the order --------------------------------------------------------------------------------------
@@ -98,7 +113,8 @@ class FP8Plugin:
             return
         self.adopt(accelerator)
         self.config.check_hardware(accelerator.device)
-        self._model, self._finished, self.gather = model, False, None
+        self._model, self._finished = model, False
+        self.weights = self.scaling = None
         self._blocks = find_blocks(model)
         notes = []
         if accelerator.is_fsdp2:
@@ -128,17 +144,16 @@ class FP8Plugin:
         if accelerator.is_fsdp2:
             before = named_parameter_objects(model)
             notes.append(shard_model(model, accelerator))
+            leave_inference_mode(model)
             for optimizer in optimizers:
                 remap_optimizer(optimizer, before, model)
-            if self.config.enabled:
-                offload = isinstance(fsdp.cpu_offload, CPUOffloadPolicy)
-                self.gather = WeightGather(model, self.config, offload=offload)
-                notes.append(self.gather.note)
         elif self.config.enabled and self.config.all_gather == "on":
             raise ValueError(
                 "fp8_all_gather=on, but nothing is gathered: the run is not FSDP2. Start it with "
                 "accelerate_configs/fsdp2.yaml, or use fp8_all_gather=auto."
             )
+        if self.config.enabled:
+            self._scale_once_per_step(accelerator, model)
         self._finished = True
         if accelerator.is_main_process:
             logger.info("%s", self.report)
@@ -168,16 +183,72 @@ class FP8Plugin:
         )
         dynamo.backend = DynamoBackend.NO  # done: Accelerate must not compile on top
         self.report.notes.append(note)
+        self._compiled = True
 
-    def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check `optimizer` against the prepared model and refresh the gather scales after each of its steps."""
-        if self._model is None:
-            raise RuntimeError("watch() comes after prepare_model()")
-        inner = getattr(optimizer, "optimizer", optimizer)  # AcceleratedOptimizer
-        check_optimizer(inner, self._model)
-        if self.gather is not None and self.gather.modules and not getattr(inner, "_hf_fp8_watched", False):
-            inner.register_step_post_hook(lambda *_: self.gather and self.gather.refresh())
-            inner._hf_fp8_watched = True
+    def _scale_once_per_step(self, accelerator: Accelerator, model: nn.Module) -> None:
+        """Gather hooks, weight scales and the delayed recipe's state."""
+        assert self.report is not None
+        delayed = self.config.recipe == "delayed"
+        modules = fp8_modules(model)
+        gather = None
+        if accelerator.is_fsdp2:
+            offload = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+            gather = WeightGather(model, self.config, offload=offload)
+            self.report.notes.append(gather.note)
+        scaled = modules if delayed else gather.modules if gather else {}
+        if not scaled:
+            return
+        cached = delayed and self.config.weight_cache and accelerator.distributed_type != DistributedType.FSDP
+        self.weights = WeightScales(
+            model,
+            scaled,
+            accelerator.device,
+            shard_group(model) if gather else None,
+            keep_fp8=cached,
+            compile_cast=cached and self._compiled,
+            on_change=gather.attach if gather else None,
+        )
+        if delayed:
+            shared = dist.group.WORLD if self.config.amax_sync and accelerator.num_processes > 1 else None
+            self.scaling = ScalingState(self.weights, self.config, accelerator.device, shared)
+            self.report.notes.append(self._delayed_note(modules, cached=cached, shared=shared is not None))
+            # DDP would copy rank 0's buffers over everybody's before each forward.
+            buffers = [f"{name}.{buffer}" for name in modules for buffer in FP8_BUFFERS]
+            nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
+
+    def _delayed_note(self, modules: dict[str, FP8Module], *, cached: bool, shared: bool) -> str:
+        note = f"delayed scaling: history {self.config.amax_history_len}, margin {self.config.amax_margin}"
+        if shared:
+            note += ", amax shared over all ranks"
+        if cached:
+            size = sum(m.weight.numel() for m in modules.values()) / 2**20
+            note += f"; FP8 weight copies {size:,.0f} MiB (fp8_weight_cache)"
+        return note
+
+    # --- in training ------------------------------------------------------------------------------------
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Every trainable parameter is in `optimizer` exactly once (RuntimeError)."""
+        assert self._model is not None
+        check_optimizer(optimizer, self._model)
+
+    def begin_calibration(self) -> None:
+        """The delayed recipe's first micro-batch runs with exact scales, and eagerly: not worth a graph."""
+        if self.scaling is not None and self.scaling.calibrating and self._compiled:
+            torch.compiler.set_stance("force_eager")
+
+    def after_backward(self) -> None:
+        """Called after each micro-batch's backward: ends the calibration."""
+        if self.scaling is not None and self.scaling.calibrating:
+            self.scaling.end_calibration()
+            torch.compiler.set_stance("default")
+
+    def after_optimizer_step(self) -> None:
+        """The one collective of the step: new weight scales, and the delayed recipe's amax sync."""
+        if self.scaling is not None:
+            self.scaling.sync()
+        elif self.weights is not None:
+            self.weights.refresh()
 
     def adopt(self, accelerator: Accelerator) -> None:
         """Make `accelerator` leave alone what this plugin does.
@@ -200,6 +271,7 @@ class FP8Plugin:
                 "in the launch config."
             )
         accelerator.__class__ = _FP8Accelerator
+        cast(_FP8Accelerator, accelerator).fp8_plugin = self
         if accelerator.is_fsdp2:
             set_mixed_precision_policy(accelerator)
 
@@ -217,8 +289,28 @@ class FP8Plugin:
 
 
 class _FP8Accelerator(Accelerator):
-    """An Accelerator that was handed to a plugin: a model that the plugin has sharded is not prepared again."""
+    """An Accelerator that was handed to a plugin."""
 
+    fp8_plugin: FP8Plugin
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        super().backward(loss, **kwargs)
+        self.fp8_plugin.after_backward()
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """With FSDP2 weights that stay gathered from forward to backward, keep them for all micro-batches."""
+        keep = self.is_fsdp2 and isinstance(model, FSDPModule) and not self.state.fsdp_plugin.reshard_after_forward
+        if keep:
+            model.set_reshard_after_backward(False)
+        try:
+            with super().no_sync(model):
+                yield
+        finally:
+            if keep:
+                model.set_reshard_after_backward(True)
+
+    # A model that the plugin has sharded is not prepared again.
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
         if not any(isinstance(obj, FSDPModule) for obj in args):
             return super()._prepare_fsdp2(*args)
@@ -234,8 +326,6 @@ class _FP8Accelerator(Accelerator):
 
 def _check_fsdp_honoured(accelerator: Accelerator) -> None:
     """Accelerate falls back from FSDP to plain data parallel on CPU, without a word."""
-    import os
-
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return
     if accelerator.distributed_type != DistributedType.FSDP:

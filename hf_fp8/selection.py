@@ -18,7 +18,7 @@ from torchao.float8.float8_linear import Float8Linear
 from transformers.pytorch_utils import Conv1D
 
 from hf_fp8.config import FP8Config
-from hf_fp8.linear import ALIGNMENT, FP8Conv1D, FP8Linear, convert_linear
+from hf_fp8.linear import ALIGNMENT, FP8Module, convert_linear
 from hf_fp8.roles import HEAD, ROUTER, TIED, expert_parameters, module_roles, plain_name
 
 logger = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ def _refuse_foreign_models(model: nn.Module) -> None:
                 f"{name!r} was already converted by torchao. Pass the model as from_pretrained returned it: "
                 "hf_fp8 converts it itself."
             )
-        if isinstance(module, (FP8Linear, FP8Conv1D)):
+        if isinstance(module, FP8Module):
             raise ValueError(
                 f"{name!r} was already converted by hf_fp8 for another trainer or plugin. "
                 "Use a freshly loaded model for each."

@@ -26,10 +26,6 @@ from hf_fp8.regions import no_split_classes
 from hf_fp8.roles import hf_roots
 
 
-def is_fsdp2(accelerator: Accelerator) -> bool:
-    return bool(accelerator.is_fsdp2)
-
-
 def set_mixed_precision_policy(accelerator: Accelerator) -> None:
     """bf16 compute, fp32 gradient reduction, outputs as the model returns them.
 
@@ -264,5 +260,20 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         )
 
 
-def is_sharded(model: nn.Module) -> bool:
-    return isinstance(model, FSDPModule) or any(isinstance(p, DTensor) for p in model.parameters())
+class _NoInferenceMode:
+    """In front of an FSDP2 root: a forward under `torch.inference_mode` runs under `no_grad` instead.
+
+    FSDP2 allocates what it gathers at the first forward and keeps it; made in inference mode, it would
+    break every later training step (pytorch/pytorch#197327).
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        with torch.inference_mode(False), torch.no_grad():
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+
+def leave_inference_mode(model: nn.Module) -> None:
+    """Let `model`, an FSDP2 root, be called under `torch.inference_mode` without harm to later training."""
+    model.__class__ = type(type(model).__name__, (_NoInferenceMode, type(model)), {})

@@ -15,7 +15,8 @@ from torch import nn
 from transformers import Trainer
 
 from hf_fp8.arguments import FP8ArgumentsMixin
-from hf_fp8.callbacks import ThroughputCallback
+from hf_fp8.callbacks import AmaxSyncCallback, ThroughputCallback
+from hf_fp8.checkpoint import load_scaling, save_scaling
 from hf_fp8.plugin import FP8Plugin
 from hf_fp8.selection import ConversionReport
 
@@ -40,7 +41,8 @@ class FP8TrainerMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.fp8_throughput = ThroughputCallback()
         super().__init__(*args, **kwargs)
-        self.add_callback(self.fp8_throughput)  # type: ignore[attr-defined]
+        for callback in (self.fp8_throughput, AmaxSyncCallback(self.fp8_plugin)):
+            self.add_callback(callback)  # type: ignore[attr-defined]
         self.fp8_plugin.tokens = _tokens_per_batch(self.args, getattr(self, "train_dataset", None))
         if self.args.n_gpu > 1:
             raise RuntimeError(
@@ -86,7 +88,8 @@ class FP8TrainerMixin:
         if self.accelerator.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
             _undo_evaluation_prepare(self.model)
         prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
-        self.fp8_plugin.watch(self.optimizer)
+        self.fp8_plugin.check(self.optimizer)
+        self.fp8_plugin.begin_calibration()
         return prepared
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,6 +98,18 @@ class FP8TrainerMixin:
             # Already sharded; Trainer would call `prepare` without an optimizer, which FSDP2 refuses.
             self.accelerator._models.append(self.model)
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
+    # --- checkpoints ------------------------------------------------------------------------------------
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        if self.fp8_plugin.scaling is not None:
+            save_scaling(self.fp8_plugin.scaling, output_dir, write=self.args.should_save)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if checkpoint is not None and self.fp8_plugin.scaling is not None:
+            load_scaling(self.fp8_plugin.scaling, checkpoint)
 
     # --- logs -------------------------------------------------------------------------------------------
 
@@ -106,6 +121,8 @@ class FP8TrainerMixin:
         rate = self.fp8_throughput.rate(self.args.world_size) if "loss" in logs else None
         if rate is not None:
             logs = {**logs, "tokens_per_second": round(rate, 1)}
+        if "loss" in logs and self.fp8_plugin.scaling is not None:
+            logs = {**logs, **self.fp8_plugin.scaling.log_values()}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 

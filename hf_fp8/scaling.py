@@ -1,0 +1,299 @@
+"""Scales that are chosen once per optimizer step: of weights, and the delayed recipe's of everything else.
+
+A scale brings a tensor's largest magnitude (amax) to the top of the FP8 range:
+
+    scale = fp8_max / (amax * 2**margin)
+
+The delayed recipe (Transformer Engine, torchao before 0.10) takes the amax of inputs and output gradients
+not from the tensor at hand, which would need a second pass over it, but from the last steps: the largest of
+`history_len` recorded values. What exceeds it saturates. Weights are never delayed: they change once per
+optimizer step, and their exact amax is taken then.
+
+Everything meets in one all-reduce per optimizer step: amaxes of inputs, of gradients and of weights. All state
+stays on the device; nothing here waits for the GPU, except when a log line asks for counts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hf_fp8.config import FP8Config
+from hf_fp8.linear import E4M3, E5M2, FP8Module, cast_saturating
+
+logger = logging.getLogger(__name__)
+
+Group = dist.ProcessGroup | None
+SMALLEST_AMAX = 1e-12  # as torchao's: keeps the scale of an all-zero tensor finite
+REPEATED = 0.5  # a layer that saturates in this share of the steps between two logs gets a warning
+
+
+def scale_of(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
+    """fp32 scale for each amax. Computed in float64: eager and compiled round 1/x differently."""
+    return (torch.finfo(dtype).max / (amax.double().clamp(min=SMALLEST_AMAX) * 2.0**margin)).float()
+
+
+class WeightScales:
+    """Exact per-tensor scales of the FP8 weights of a model, kept current.
+
+    Before a forward it checks whether any weight has changed since (an optimizer step, a checkpoint load, an
+    EMA copy) and then takes all amaxes anew, with one all-reduce where weights are sharded.
+
+    Args:
+        modules: converted modules by name.
+        device: where the GEMMs run.
+        group: the ranks that hold the parts of one weight; None where each rank holds whole weights.
+        keep_fp8: also keep an FP8 copy of each weight (1 byte a parameter) for all micro-batches of the step.
+        on_change: called after each refresh.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: dict[str, FP8Module],
+        device: torch.device,
+        group: Group = None,
+        *,
+        keep_fp8: bool = False,
+        compile_cast: bool = False,
+        on_change: Callable[[], None] | None = None,
+    ) -> None:
+        self.modules, self.device, self.group = modules, device, group
+        self.on_change = on_change
+        self._versions: tuple[int, ...] = ()
+        self._cast = torch.compile(_cast_into, dynamic=False) if compile_cast else _cast_into
+        for module in modules.values():
+            module.fp8_weight_scale = torch.ones((), device=device)
+            if keep_fp8:
+                module.fp8_weight = torch.empty_like(module.weight, dtype=E4M3, requires_grad=False)
+        model.register_forward_pre_hook(lambda *_: self.refresh_if_changed(), prepend=True)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [module.weight for module in self.modules.values()]
+
+    def refresh_if_changed(self) -> None:
+        if tuple((id(w), w._version) for w in self.weights) != self._versions:
+            self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take all amaxes anew. Collective where weights are sharded: call it on all ranks or on none.
+
+        Needed by hand only after writing through `weight.data`, which leaves no trace.
+        """
+        amax = self.local_amax()
+        if self.group is not None:
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
+        self.apply(amax)
+
+    def local_amax(self) -> Tensor:
+        """Largest magnitude of this rank's part of each weight: fp32, shape (modules,). An empty part counts as 0."""
+        parts = [w._local_tensor if isinstance(w, DTensor) else w for w in self.weights]
+        norms = torch._foreach_norm([p if p.numel() else p.new_zeros(1) for p in parts], torch.inf)
+        return torch.stack([norm.float() for norm in norms]).to(self.device)
+
+    @torch.no_grad()
+    def apply(self, amax: Tensor) -> None:
+        modules = self.modules.values()
+        scales = [module.fp8_weight_scale for module in modules]
+        torch._foreach_copy_(scales, list(scale_of(amax, E4M3).unbind()))
+        for module in modules:
+            if module.fp8_weight is not None:
+                self._cast(module.fp8_weight, module.weight, module.fp8_weight_scale)
+        self._versions = tuple((id(w), w._version) for w in self.weights)
+        if self.on_change is not None:
+            self.on_change()
+
+
+class ScalingState:
+    """The delayed recipe's state of one model: amax history and scales of inputs and output gradients.
+
+    Shapes: `history` (2, modules, history_len) fp32, newest first; row 0 inputs (e4m3), row 1 output
+    gradients (e5m2). Scales live in the modules, as separate 0-dim buffers (views of one storage would alias
+    inside a compiled graph).
+
+    Starts *calibrating*: the first micro-batch uses the exact scales of its own tensors, as the tensorwise recipe
+    does, and records them. `end_calibration` then turns to delayed scales.
+    """
+
+    def __init__(
+        self, weights: WeightScales, config: FP8Config, device: torch.device, group: Group = None
+    ) -> None:
+        self.modules, self.weights, self.config, self.group = weights.modules, weights, config, group
+        n = len(self.modules)
+        self.history = torch.zeros(2, n, config.amax_history_len, device=device)
+        self.step = torch.zeros((), dtype=torch.int64, device=device)
+        self.fp8_max = torch.tensor([[torch.finfo(E4M3).max], [torch.finfo(E5M2).max]], device=device)
+        self.saturated = torch.zeros(2, n, dtype=torch.int32, device=device)  # steps since the last log
+        self.excess = torch.zeros(2, n, device=device)  # worst amax * scale / fp8_max since the last log
+        self.nonfinite = torch.zeros(2, n, dtype=torch.int64, device=device)  # last step with NaN or Inf, 0 for none
+        self.steps_since_log = 0
+        for module in self.modules.values():
+            module.fp8_input_scale = torch.ones((), device=device)
+            module.fp8_grad_scale = torch.ones((), device=device)
+            module.fp8_input_amax = torch.zeros((), device=device)
+            module.fp8_grad_amax = torch.zeros((), device=device)
+        self._set_calibrating(True)
+
+    # --- once per optimizer step ------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """After an optimizer step: share all amaxes (one all-reduce MAX), roll the history, set the scales."""
+        recorded, weights = self._shared_amaxes(self.weights.local_amax())
+        torch._foreach_zero_(self._buffers_of("amax"))
+        self._count(recorded)
+        # NaN or Inf must not poison the history: the newest finite value stands in.
+        finite = torch.where(recorded.isfinite(), recorded, self.history[:, :, 0])
+        self.history = torch.cat([finite.unsqueeze(-1), self.history[:, :, :-1]], dim=-1)
+        self.step += 1
+        self.steps_since_log += 1
+        self._set_scales(self.history.amax(-1))
+        self.weights.apply(weights)
+        if self.calibrating:
+            self._set_calibrating(False)
+
+    @torch.no_grad()
+    def end_calibration(self) -> None:
+        """After the first micro-batch's backward: its amaxes become the scales of the next one.
+
+        They stay recorded, so that the optimizer step's `sync` sees the whole window.
+        """
+        recorded, _ = self._shared_amaxes(None)
+        self._set_scales(recorded.nan_to_num(0.0, posinf=0.0))
+        self._set_calibrating(False)
+
+    def _shared_amaxes(self, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(2, modules) recorded amaxes and the weights', both over all ranks that share them."""
+        local = torch.stack(self._buffers_of("amax"))
+        weights = local.new_empty(0) if weights is None else weights
+        if self.group is not None:
+            everything = torch.cat([local, weights])
+            dist.all_reduce(everything, op=dist.ReduceOp.MAX, group=self.group)
+            local, weights = everything.split([local.numel(), weights.numel()])
+        elif self.weights.group is not None:
+            dist.all_reduce(weights, op=dist.ReduceOp.MAX, group=self.weights.group)
+        return local.view(2, -1), weights
+
+    def _set_scales(self, amax: Tensor) -> None:
+        margin = self.config.amax_margin
+        fresh = torch.stack([scale_of(amax[0], E4M3, margin), scale_of(amax[1], E5M2, margin)])
+        # A layer that has seen nothing but zeros (or nothing at all) keeps its scale.
+        fresh = torch.where(amax > 0, fresh, self.scales())
+        torch._foreach_copy_(self._buffers_of("scale"), list(fresh.view(-1).unbind()))
+
+    def scales(self) -> Tensor:
+        """(2, modules) fp32: the scales in use, inputs first."""
+        return torch.stack(self._buffers_of("scale")).view(2, -1)
+
+    def _buffers_of(self, kind: str) -> list[Tensor]:
+        """All input buffers, then all gradient buffers."""
+        return [getattr(m, f"fp8_{role}_{kind}") for role in ("input", "grad") for m in self.modules.values()]
+
+    def _set_calibrating(self, on: bool) -> None:
+        self.calibrating = on
+        for module in self.modules.values():
+            module.fp8_calibrating = on
+
+    # --- what is reported -------------------------------------------------------------------------------
+
+    def _count(self, recorded: Tensor) -> None:
+        excess = recorded * self.scales() / self.fp8_max
+        self.saturated += excess > 1.0 + 1e-6
+        self.excess = torch.maximum(self.excess, excess.nan_to_num(0.0, posinf=0.0))
+        self.nonfinite = torch.where(recorded.isfinite(), self.nonfinite, self.step + 1)
+
+    def log_values(self) -> dict[str, Any]:
+        """Counts since the last call, for a log line; warns about layers at fault. Waits for the device."""
+        if not self.steps_since_log:
+            return {}
+        names = list(self.modules)
+        saturated, excess = self.saturated.tolist(), self.excess.tolist()
+        nonfinite = self.nonfinite.tolist()
+        values: dict[str, Any] = {
+            "fp8/saturated_layers": sum(bool(i or g) for i, g in zip(*saturated, strict=True)),
+        }
+        worst, role, index = max((excess[r][i], r, i) for r in (0, 1) for i in range(len(names)))
+        if values["fp8/saturated_layers"]:
+            values["fp8/worst_layer"] = f"{names[index]} {_ROLES[role]}"
+            values["fp8/worst_excess"] = round(worst, 4)
+        for role, label in enumerate(_ROLES):
+            repeated = [n for n, c in zip(names, saturated[role], strict=True) if c > REPEATED * self.steps_since_log]
+            if repeated and self.steps_since_log > 1:
+                logger.warning(
+                    "FP8 %s of %d layers saturated in most of the last %d steps, first %s. "
+                    "Raise --fp8_amax_margin by one, or keep these layers out with --fp8_skip.",
+                    label, len(repeated), self.steps_since_log, repeated[0],
+                )
+            for name, step in zip(names, nonfinite[role], strict=True):
+                if step:
+                    logger.warning("FP8 %s of %s held NaN or Inf at optimizer step %d.", label, name, step)
+        self.saturated.zero_()
+        self.excess.zero_()
+        self.nonfinite.zero_()
+        self.steps_since_log = 0
+        return values
+
+    # --- checkpoint -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """History, scales and step. Collective where scales are not shared: each rank's part is kept."""
+        history, scales = self.history, self.scales()
+        if self.group is None and dist.is_initialized() and dist.get_world_size() > 1:
+            history, scales = _all_ranks(history), _all_ranks(scales)
+        else:
+            history, scales = history[None], scales[None]
+        return {
+            "modules": list(self.modules),
+            "history": history.cpu(),
+            "scales": scales.cpu(),
+            "step": int(self.step),
+            "calibrating": self.calibrating,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore; from another number of ranks, their largest values (a smaller scale is always safe).
+
+        Raises:
+            ValueError: the state belongs to a model with other converted modules.
+        """
+        if state["modules"] != list(self.modules):
+            differing = sorted(set(state["modules"]) ^ set(self.modules)) or ["their order"]
+            raise ValueError(
+                f"The FP8 state of the checkpoint is for {len(state['modules'])} modules, this model converts "
+                f"{len(self.modules)}; they differ in {differing[0]!r}. Resume with the fp8 flags of the first run."
+            )
+        ranks = state["history"].shape[0]
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if ranks == world and self.group is None:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            history, scales = state["history"][rank], state["scales"][rank]
+        else:
+            history, scales = state["history"].amax(0), state["scales"].amin(0)
+        kept = min(history.shape[-1], self.history.shape[-1])
+        self.history.zero_()
+        self.history[:, :, :kept] = history[:, :, :kept].to(self.history.device)
+        torch._foreach_copy_(self._buffers_of("scale"), list(scales.to(self.history.device).view(-1).unbind()))
+        self.step.fill_(state["step"])
+        self._set_calibrating(state["calibrating"])
+
+
+_ROLES = ("input", "output gradient")
+
+
+def _cast_into(copy: Tensor, weight: Tensor, scale: Tensor) -> None:
+    copy.copy_(cast_saturating(weight, scale, E4M3))
+
+
+def _all_ranks(value: Tensor) -> Tensor:
+    parts = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, value.contiguous())
+    return torch.stack(parts)
