@@ -49,7 +49,8 @@ class FP8ArgumentsMixin:
         metadata={"help": "Delayed recipe: share amax over data-parallel ranks (default: true)."},
     )
     fp8_weight_cache: Optional[bool] = field(  # noqa: UP045
-        default=None, metadata={"help": "Delayed recipe: keep FP8 copies of the weights for a whole step (default: true)."}
+        default=None,
+        metadata={"help": "Delayed recipe: keep FP8 copies of the weights for a whole step (default: true)."},
     )
     fp8_experts: Optional[Literal["auto", "on", "off"]] = field(  # noqa: UP045
         default=None, metadata={"help": "Mixture-of-experts GEMMs in FP8 (default: auto)."}

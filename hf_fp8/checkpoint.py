@@ -32,6 +32,8 @@ def load_scaling(scaling: ScalingState, folder: str | Path) -> None:
     """
     path = Path(folder) / SCALING_FILE
     if not path.exists():
-        logger.warning("%s holds no FP8 scaling state (another recipe, or bf16): scales are calibrated anew.", folder)
+        logger.warning(
+            "%s holds no FP8 scaling state (another recipe, or bf16): scales are calibrated anew.", folder
+        )
         return
     scaling.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))

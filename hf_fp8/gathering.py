@@ -36,7 +36,9 @@ class WeightGather:
     """
 
     def __init__(self, model: nn.Module, config: FP8Config, *, offload: bool) -> None:
-        reasons = {name: _reason_not(m.weight, config, offload=offload) for name, m in fp8_modules(model).items()}
+        reasons = {
+            name: _reason_not(m.weight, config, offload=offload) for name, m in fp8_modules(model).items()
+        }
         self.modules = {name: m for name, m in fp8_modules(model).items() if not reasons[name]}
         self.skipped = {name: reason for name, reason in reasons.items() if reason}
         if config.all_gather == "on" and not self.modules:

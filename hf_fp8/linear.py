@@ -236,11 +236,11 @@ FP8_BUFFERS = (
 class FP8Module(nn.Module):
     """What `FP8Linear` and `FP8Conv1D` share: compute dtype, padding, bias, FP8 state."""
 
+    weight: Any  # nn.Parameter, or DTensor under FSDP2
     gemm_recipe: GemmRecipe
     fp8_delayed: bool
     fp8_calibrating: bool
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    bias: Any
     fp8_weight: Tensor | None
     fp8_weight_scale: Tensor
     fp8_input_scale: Tensor

@@ -1,8 +1,8 @@
 """`FP8Plugin`: the life of a model, in order. Trainer and plain Accelerate loops run the same code.
 
-    plugin = FP8Plugin(FP8Config(recipe="tensorwise"))
-    accelerator = Accelerator(**plugin.accelerator_kwargs(), fsdp_plugin=...)
-    model, optimizer, loader = plugin.prepare(accelerator, model, optimizer, loader)
+plugin = FP8Plugin(FP8Config(recipe="tensorwise"))
+accelerator = Accelerator(**plugin.accelerator_kwargs(), fsdp_plugin=...)
+model, optimizer, loader = plugin.prepare(accelerator, model, optimizer, loader)
 """
 
 from __future__ import annotations
@@ -51,7 +51,11 @@ class FP8Plugin:
     """
 
     def __init__(
-        self, config: FP8Config | None = None, *, tokens: int | None = None, torch_compile_regional: bool = True
+        self,
+        config: FP8Config | None = None,
+        *,
+        tokens: int | None = None,
+        torch_compile_regional: bool = True,
     ) -> None:
         self.config = FP8Config.from_launch() if config is None else config
         self.tokens = tokens
@@ -102,7 +106,9 @@ class FP8Plugin:
 
     # --- the order --------------------------------------------------------------------------------------
 
-    def prepare_model(self, accelerator: Accelerator, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    def prepare_model(
+        self, accelerator: Accelerator, model: nn.Module, *optimizers: torch.optim.Optimizer
+    ) -> None:
         """Everything up to, not including, `accelerator.prepare`. A second call for the same model does nothing."""
         self.convert(accelerator, model)
         self.finish(accelerator, model, *optimizers)
@@ -138,7 +144,9 @@ class FP8Plugin:
         fsdp = accelerator.state.fsdp_plugin if accelerator.distributed_type == DistributedType.FSDP else None
         if fsdp is not None and fsdp.activation_checkpointing and accelerator.is_fsdp2:
             checkpoint_activations(model, self._blocks, offload=fsdp.activation_checkpointing_offload)
-            fsdp.activation_checkpointing = fsdp.activation_checkpointing_offload = False  # done: not once more
+            fsdp.activation_checkpointing = fsdp.activation_checkpointing_offload = (
+                False  # done: not once more
+            )
             notes.append("activation checkpointing on every block")
         self._compile(accelerator, model)
         if accelerator.is_fsdp2:
@@ -300,21 +308,26 @@ class _FP8Accelerator(Accelerator):
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """With FSDP2 weights that stay gathered from forward to backward, keep them for all micro-batches."""
-        keep = self.is_fsdp2 and isinstance(model, FSDPModule) and not self.state.fsdp_plugin.reshard_after_forward
+        sharded: Any = model
+        keep = (
+            self.is_fsdp2
+            and isinstance(model, FSDPModule)
+            and not self.state.fsdp_plugin.reshard_after_forward
+        )
         if keep:
-            model.set_reshard_after_backward(False)
+            sharded.set_reshard_after_backward(False)
         try:
             with super().no_sync(model):
                 yield
         finally:
             if keep:
-                model.set_reshard_after_backward(True)
+                sharded.set_reshard_after_backward(True)
 
     # A model that the plugin has sharded is not prepared again.
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
         if not any(isinstance(obj, FSDPModule) for obj in args):
             return super()._prepare_fsdp2(*args)
-        prepared = []
+        prepared: list[Any] = []
         for first_pass in (True, False):  # schedulers come second: they need prepared optimizers
             prepared = [
                 obj if isinstance(obj, nn.Module) else self._prepare_one(obj, first_pass=first_pass)

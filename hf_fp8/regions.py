@@ -60,7 +60,9 @@ def checkpoint_activations(model: nn.Module, blocks: Blocks, *, offload: bool) -
     `gradient_checkpointing` are one mechanism; other models get their blocks' `forward` wrapped.
     """
     recompute = partial(_offloaded_checkpoint if offload else checkpoint, use_reentrant=False)
-    supported = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.supports_gradient_checkpointing]
+    supported = [
+        m for m in model.modules() if isinstance(m, PreTrainedModel) and m.supports_gradient_checkpointing
+    ]
     if supported:
         supported[0]._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=recompute)
         return
@@ -108,4 +110,8 @@ def compile_model(
     for _, block in blocks:
         block.compile(**options)
     kinds = Counter(type(block).__name__ for _, block in blocks)
-    return "compiled by block: " + ", ".join(f"{n} {kind}" for kind, n in kinds.items()) + f" ({options['backend']})"
+    return (
+        "compiled by block: "
+        + ", ".join(f"{n} {kind}" for kind, n in kinds.items())
+        + f" ({options['backend']})"
+    )

@@ -8,6 +8,7 @@ of names, so that a new architecture is handled like the known ones.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -77,7 +78,9 @@ def _task_heads(model: nn.Module) -> dict[str, str]:
 def _outer_linears(model: nn.Module) -> dict[str, str]:
     """A model that declares no roles: its first and last linear touch the data and the prediction."""
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return {name: "first or last layer of a model that declares no roles" for name in linears[:1] + linears[-1:]}
+    return {
+        name: "first or last layer of a model that declares no roles" for name in linears[:1] + linears[-1:]
+    }
 
 
 def _adapters(model: nn.Module) -> dict[str, str]:
@@ -85,7 +88,10 @@ def _adapters(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer):
             base = _join(name, "base_layer")
-            roles.update({n: ADAPTER for n in _below(module, name) if not (n == base or n.startswith(f"{base}."))})
+            adapted = cast(nn.Module, module)  # a mixin to the type checker
+            roles.update(
+                {n: ADAPTER for n in _below(adapted, name) if not (n == base or n.startswith(f"{base}."))}
+            )
         elif isinstance(module, AuxiliaryTrainingWrapper):
             roles.update({n: ADAPTER for n in _below(module, name)})
     return roles
@@ -100,7 +106,9 @@ def _routers(model: nn.Module) -> dict[str, str]:
         for child_name, child in children.items():
             weights = [p for p in child.parameters() if p.ndim == 2]
             if experts and len(weights) == 1 and weights[0].shape[0] in experts:
-                roles.update({n: ROUTER for n in [_join(name, child_name), *_below(child, _join(name, child_name))]})
+                roles.update(
+                    {n: ROUTER for n in [_join(name, child_name), *_below(child, _join(name, child_name))]}
+                )
     return roles
 
 

@@ -66,7 +66,7 @@ class WeightScales:
     ) -> None:
         self.modules, self.device, self.group = modules, device, group
         self.on_change = on_change
-        self._versions: tuple[int, ...] = ()
+        self._versions: tuple[tuple[int, int], ...] = ()
         self._cast = torch.compile(_cast_into, dynamic=False) if compile_cast else _cast_into
         for module in modules.values():
             module.fp8_weight_scale = torch.ones((), device=device)
@@ -133,7 +133,9 @@ class ScalingState:
         self.fp8_max = torch.tensor([[torch.finfo(E4M3).max], [torch.finfo(E5M2).max]], device=device)
         self.saturated = torch.zeros(2, n, dtype=torch.int32, device=device)  # steps since the last log
         self.excess = torch.zeros(2, n, device=device)  # worst amax * scale / fp8_max since the last log
-        self.nonfinite = torch.zeros(2, n, dtype=torch.int64, device=device)  # last step with NaN or Inf, 0 for none
+        self.nonfinite = torch.zeros(
+            2, n, dtype=torch.int64, device=device
+        )  # last step with NaN or Inf, 0 for none
         self.steps_since_log = 0
         for module in self.modules.values():
             module.fp8_input_scale = torch.ones((), device=device)
@@ -225,12 +227,17 @@ class ScalingState:
             values["fp8/worst_layer"] = f"{names[index]} {_ROLES[role]}"
             values["fp8/worst_excess"] = round(worst, 4)
         for role, label in enumerate(_ROLES):
-            repeated = [n for n, c in zip(names, saturated[role], strict=True) if c > REPEATED * self.steps_since_log]
+            repeated = [
+                n for n, c in zip(names, saturated[role], strict=True) if c > REPEATED * self.steps_since_log
+            ]
             if repeated and self.steps_since_log > 1:
                 logger.warning(
                     "FP8 %s of %d layers saturated in most of the last %d steps, first %s. "
                     "Raise --fp8_amax_margin by one, or keep these layers out with --fp8_skip.",
-                    label, len(repeated), self.steps_since_log, repeated[0],
+                    label,
+                    len(repeated),
+                    self.steps_since_log,
+                    repeated[0],
                 )
             for name, step in zip(names, nonfinite[role], strict=True):
                 if step:
@@ -281,7 +288,9 @@ class ScalingState:
         kept = min(history.shape[-1], self.history.shape[-1])
         self.history.zero_()
         self.history[:, :, :kept] = history[:, :, :kept].to(self.history.device)
-        torch._foreach_copy_(self._buffers_of("scale"), list(scales.to(self.history.device).view(-1).unbind()))
+        torch._foreach_copy_(
+            self._buffers_of("scale"), list(scales.to(self.history.device).view(-1).unbind())
+        )
         self.step.fill_(state["step"])
         self._set_calibrating(state["calibrating"])
 

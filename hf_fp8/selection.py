@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_fp8.config import FP8Config
 from hf_fp8.linear import ALIGNMENT, FP8Module, convert_linear
-from hf_fp8.roles import HEAD, ROUTER, TIED, expert_parameters, module_roles, plain_name
+from hf_fp8.roles import HEAD, TIED, expert_parameters, module_roles, plain_name
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,9 @@ class ConversionReport:
         header = ("module", "shape", "count", "runs in", "reason")
         lines = [header, *(_fold(self.rows))]
         widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-        table = "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+        table = "\n".join(
+            "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines
+        )
         summary = (
             f"FP8 ({self.recipe}): {len(self.converted)} of {len(self.rows)} layers, "
             f"{self.flop_coverage:.1%} of the matrix FLOPs"
@@ -100,13 +102,21 @@ def select(model: nn.Module, config: FP8Config, tokens: int | None = None) -> Co
             flops = 2.0 * weight.numel() * gemms
             reason = _reason_not(name, module, weight, model, config, roles, tokens)
             share = 0.0 if reason else (gemms - 1 if _grad_weight_hp(config, gemms) else gemms) / gemms
-            rows.append(Row(name, tuple(_gemm_shape(module, weight)), not reason, reason, flops, flops * share))
+            rows.append(
+                Row(name, tuple(_gemm_shape(module, weight)), not reason, reason, flops, flops * share)
+            )
         for parameter_name, parameter in expert_parameters(module):
             gemms = 3 if parameter.requires_grad else 2
             active = _experts_per_token(model, parameter.shape[0])
             flops = 2.0 * parameter[0].numel() * active * gemms
             rows.append(
-                Row(f"{name}.{parameter_name}", tuple(parameter.shape), False, "expert weights stay in bf16", flops)
+                Row(
+                    f"{name}.{parameter_name}",
+                    tuple(parameter.shape),
+                    False,
+                    "expert weights stay in bf16",
+                    flops,
+                )
             )
     _check(model, rows, config, roles)
     return ConversionReport(rows, config.recipe, tokens)
@@ -163,14 +173,18 @@ def _check(model: nn.Module, rows: list[Row], config: FP8Config, roles: dict[str
     for pattern in config.skip:
         if not any(_matches(pattern, row.name, model) for row in rows):
             names = ", ".join(row.name for row in rows[:4])
-            raise ValueError(f"fp8_skip pattern {pattern!r} matches no layer of this model, whose layers are {names}, …")
+            raise ValueError(
+                f"fp8_skip pattern {pattern!r} matches no layer of this model, whose layers are {names}, …"
+            )
     if config.head == "on" and not any(roles.get(row.name) == HEAD for row in rows):
         why = "its head is tied to the input embedding" if TIED in roles.values() else "it has no output head"
         raise ValueError(f"fp8_head=on, but {why}. Use fp8_head=auto.")
     if config.experts == "on":
         if not any(len(row.shape) == 3 for row in rows):
             raise ValueError("fp8_experts=on, but this model has no expert weights. Use fp8_experts=auto.")
-        raise ValueError("fp8_experts=on: expert GEMMs do not run in FP8 in this version. Use fp8_experts=auto.")
+        raise ValueError(
+            "fp8_experts=on: expert GEMMs do not run in FP8 in this version. Use fp8_experts=auto."
+        )
     if not any(row.converted for row in rows):
         reasons = Counter(row.reason for row in rows).most_common()
         found = "; ".join(f"{count} x {reason}" for reason, count in reasons) or "no linear layer at all"
@@ -181,7 +195,9 @@ def _check(model: nn.Module, rows: list[Row], config: FP8Config, roles: dict[str
 
 
 def _refuse_foreign_models(model: nn.Module) -> None:
-    quantized = [m for m in model.modules() if vars(m).get("is_quantized") or vars(m).get("quantization_method")]
+    quantized = [
+        m for m in model.modules() if vars(m).get("is_quantized") or vars(m).get("quantization_method")
+    ]
     if quantized:
         raise ValueError(
             f"{type(quantized[0]).__name__} is quantized, and FP8 training needs high-precision weights to cast. "

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
-from torch.distributed.tensor import DTensor
 
 from hf_fp8.regions import no_split_classes
 from hf_fp8.roles import hf_roots
@@ -46,7 +45,11 @@ def upcast_masters(model: nn.Module) -> str:
     The optimizer needs fp32 masters: at a small learning rate bf16 loses most updates
     (huggingface/accelerate#3979). Parameter objects stay the same.
     """
-    low = [p for p in model.parameters() if p.requires_grad and p.is_floating_point() and p.dtype != torch.float32]
+    low = [
+        p
+        for p in model.parameters()
+        if p.requires_grad and p.is_floating_point() and p.dtype != torch.float32
+    ]
     for parameter in low:
         parameter.data = parameter.data.float()
     kept = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if not p.requires_grad}
@@ -82,7 +85,11 @@ def shard_model(model: nn.Module, accelerator: Accelerator) -> str:
         _load_from_rank0(model, full, accelerator)
     # Class names have changed: the policy would not find its classes again.
     plugin.auto_wrap_policy = None
-    size = "x".join(map(str, options["mesh"].shape)) if options["mesh"] is not None else str(dist.get_world_size())
+    size = (
+        "x".join(map(str, options["mesh"].shape))
+        if options["mesh"] is not None
+        else str(dist.get_world_size())
+    )
     offload = ", parameters on CPU" if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else ""
     loading = ", weights from rank 0" if from_rank0 else ""
     return f"FSDP2: {len(units)} blocks and the root sharded over {size} ranks{offload}{loading}"
@@ -106,8 +113,8 @@ def wrap_units(model: nn.Module, plugin: Any) -> list[nn.Module]:
         missing = asked - {type(m).__name__ for m in units}
         if missing or not units:
             raise ValueError(
-                f"fsdp_transformer_layer_cls_to_wrap names {sorted(missing or names)}, which {type(model).__name__} does "
-                "not have. Name the class of its repeated blocks, or leave the key out to take the model's own."
+                f"fsdp_transformer_layer_cls_to_wrap names {sorted(missing or names)}, which {type(model).__name__} "
+                "does not have. Name the class of its repeated blocks, or leave the key out to take the model's own."
             )
         return units
     if function is size_based_auto_wrap_policy:
@@ -171,7 +178,7 @@ def _numel(module: nn.Module) -> int:
 # --- weights from rank 0 ------------------------------------------------------------------------------------
 
 
-def _move_to_meta(model: nn.Module) -> dict[str, Tensor]:
+def _move_to_meta(model: nn.Module) -> dict[str, Any]:
     """Replace all parameters by meta tensors, ties kept; returns the state dict where it holds real weights.
 
     Placeholders on other ranks may be uninitialised memory (transformers#45050): they are dropped unread.
@@ -187,16 +194,18 @@ def _move_to_meta(model: nn.Module) -> dict[str, Tensor]:
     return full
 
 
-def _load_from_rank0(model: nn.Module, full: dict[str, Tensor], accelerator: Accelerator) -> None:
+def _load_from_rank0(model: nn.Module, full: dict[str, Any], accelerator: Accelerator) -> None:
     """Fill the sharded meta model from rank 0's state dict, and every buffer from rank 0's."""
     offload = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
     device = torch.device("cpu") if offload else accelerator.device
     for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
+        for parameter in list(module.parameters(recurse=False)):
             if parameter.is_meta:
                 torch.utils.swap_tensors(
                     parameter,
-                    nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad),
+                    nn.Parameter(
+                        torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
+                    ),
                 )
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
@@ -205,7 +214,9 @@ def _load_from_rank0(model: nn.Module, full: dict[str, Tensor], accelerator: Acc
             dist.broadcast(real, src=0)
             module._buffers[name] = real
     set_model_state_dict(
-        model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload)
+        model,
+        full,
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload),
     )
 
 
@@ -216,7 +227,9 @@ def named_parameter_objects(model: nn.Module) -> dict[nn.Parameter, str]:
     return {parameter: name for name, parameter in model.named_parameters()}
 
 
-def remap_optimizer(optimizer: torch.optim.Optimizer, before: dict[nn.Parameter, str], model: nn.Module) -> None:
+def remap_optimizer(
+    optimizer: torch.optim.Optimizer, before: dict[nn.Parameter, str], model: nn.Module
+) -> None:
     """Point an optimizer built on the unsharded parameters at the sharded ones.
 
     Raises:

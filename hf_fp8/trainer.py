@@ -113,7 +113,9 @@ class FP8TrainerMixin:
 
     # --- logs -------------------------------------------------------------------------------------------
 
-    def training_step(self, model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         self.fp8_throughput.count(inputs, getattr(self.model, "main_input_name", "input_ids"))
         return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
