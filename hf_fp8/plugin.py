@@ -275,8 +275,8 @@ class FP8Plugin:
         parallel = accelerator.parallelism_config
         if parallel is not None and (parallel.tp_enabled or parallel.cp_enabled or parallel.sp_enabled):
             raise ValueError(
-                "hf_fp8 shards over data-parallel ranks only. Set parallelism_config_tp_size, _cp_size and _sp_size to 1 "
-                "in the launch config."
+                "hf_fp8 shards over data-parallel ranks only. Set parallelism_config_tp_size, _cp_size and _sp_size "
+                "to 1 in the launch config."
             )
         accelerator.__class__ = _FP8Accelerator
         cast(_FP8Accelerator, accelerator).fp8_plugin = self

@@ -72,14 +72,14 @@ class ConversionReport:
         header = ("module", "shape", "count", "runs in", "reason")
         lines = [header, *(_fold(self.rows))]
         widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-        table = "\n".join(
-            "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines
-        )
+        aligned = ("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
         summary = (
             f"FP8 ({self.recipe}): {len(self.converted)} of {len(self.rows)} layers, "
             f"{self.flop_coverage:.1%} of the matrix FLOPs"
         )
-        return "\n".join([summary, table, *(f"- {note}" for note in self.notes)])
+        return "\n".join(
+            [summary, *(line.rstrip() for line in aligned), *(f"- {note}" for note in self.notes)]
+        )
 
 
 def select(model: nn.Module, config: FP8Config, tokens: int | None = None) -> ConversionReport:
