@@ -15,12 +15,12 @@ from typing import Optional
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from text_data import DataArguments, byte_llama, lm_datasets
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser, get_cosine_schedule_with_warmup
 
 from hf_fp8 import FP8Config, FP8Plugin
+from text_data import DataArguments, byte_llama, lm_datasets
 
 
 @dataclass
@@ -33,7 +33,9 @@ class LoopArguments:
     )
     max_steps: int = field(default=60, metadata={"help": "Optimizer steps."})
     batch_size: int = field(default=16, metadata={"help": "Blocks in a micro-batch of one process."})
-    gradient_accumulation_steps: int = field(default=2, metadata={"help": "Micro-batches in an optimizer step."})
+    gradient_accumulation_steps: int = field(
+        default=2, metadata={"help": "Micro-batches in an optimizer step."}
+    )
     learning_rate: float = field(default=3e-3, metadata={"help": "Peak learning rate."})
     max_grad_norm: float = field(default=1.0, metadata={"help": "Gradients are clipped to this norm."})
     output_dir: str = field(default="outputs/accelerate_loop", metadata={"help": "Where the model is saved."})
@@ -97,7 +99,9 @@ def main() -> None:
     accelerator.unwrap_model(model).save_pretrained(
         args.output_dir, is_main_process=accelerator.is_main_process, state_dict=state_dict
     )
-    accelerator.print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, eval loss {eval_loss:.3f}, saved in {args.output_dir}")
+    accelerator.print(
+        f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, eval loss {eval_loss:.3f}, saved in {args.output_dir}"
+    )
     accelerator.end_training()
 
 

@@ -13,7 +13,8 @@ Modes, each a full training step (forward, backward, clipping, fused AdamW) on r
     loop[:recipe,...]  the same through `FP8Plugin` in a bare loop: what Trainer's own work costs on top
 
 The modes take turns, `--rounds` times. The clock is read on the GPU at the end of each step and waited for
-only around the measured window. Times depend on the machine; compare the ratios.
+only around the measured window; what Trainer itself waits for (it looks at every loss) counts. Times depend
+on the machine; compare the ratios.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import TorchDynamoPlugin
-from runs import Run, clean_start, environment, fp8_gpu, parse_runs, peak_gib, print_rows
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     HfArgumentParser,
     LlamaConfig,
@@ -55,8 +57,14 @@ from transformers import (
 )
 
 from hf_fp8 import FP8Plugin, FP8Trainer, FP8TrainingArguments
+from runs import Run, clean_start, environment, fp8_gpu, parse_runs, peak_gib, print_rows
 
-_LLAMA3 = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0}
+_LLAMA3: dict[str, Any] = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "rope_theta": 500000.0,
+}
 SHAPES: dict[str, PreTrainedConfig] = {
     "llama3-8b-8l": LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=8, **_LLAMA3),
     "llama3.2-1b": LlamaConfig(
@@ -116,6 +124,8 @@ class Arguments:
         if self.smoke:
             self.shape, self.batch, self.seq, self.torch_compile = "tiny", 2, 64, False
             self.warmup, self.steps, self.rounds = 1, 3, 1
+        if min(self.warmup, self.steps, self.rounds) < 1:
+            raise ValueError("--warmup, --steps and --rounds must be at least 1.")
 
     @property
     def total_steps(self) -> int:
@@ -157,8 +167,7 @@ class Clock:
 
     def milliseconds(self) -> list[float]:
         """Of each measured step."""
-        pairs = zip(self.marks, self.marks[1:])
-        return [a.elapsed_time(b) if CUDA else (b - a) * 1e3 for a, b in pairs]
+        return [a.elapsed_time(b) if CUDA else (b - a) * 1e3 for a, b in pairwise(self.marks)]
 
     def _now(self) -> Any:
         if not CUDA:
@@ -191,7 +200,9 @@ def make_model(args: Arguments) -> PreTrainedModel:
     torch.manual_seed(0)
     dtype = getattr(torch, args.dtype)
     if args.model_name_or_path:
-        return AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=dtype, device_map={"": 0} if CUDA else None)
+        return AutoModelForCausalLM.from_pretrained(
+            args.model_name_or_path, dtype=dtype, device_map={"": 0} if CUDA else None
+        )
     changed = {"use_cache": False, "max_position_embeddings": max(args.seq, 2048)}
     if args.vocab:
         changed["vocab_size"] = args.vocab
@@ -218,7 +229,7 @@ def training_values(args: Arguments) -> dict[str, Any]:
         "output_dir": "outputs/benchmark",
         "per_device_train_batch_size": args.batch,
         "gradient_accumulation_steps": args.accumulation,
-        "gradient_checkpointing": args.activation_checkpointing,
+        "train_sampling_strategy": "sequential",
         "max_steps": args.total_steps,
         "learning_rate": 1e-5,
         "optim": "adamw_torch_fused",
@@ -228,6 +239,8 @@ def training_values(args: Arguments) -> dict[str, Any]:
         "disable_tqdm": True,
         "use_cpu": not CUDA,
         "dataloader_pin_memory": CUDA,
+        # Called activation_checkpointing from transformers 5.24 on; the old name goes in version 6.
+        **({"gradient_checkpointing": True} if args.activation_checkpointing else {}),
     }
 
 
@@ -252,7 +265,9 @@ def result(clock: Clock, loss_first: float, loss_last: float) -> dict[str, Any]:
 
 def measure_bf16(run: Run, args: Arguments, data: Dataset) -> dict[str, Any]:
     with launch_config(DYNAMO_USE_REGIONAL_COMPILATION="true"):
-        training_args = TrainingArguments(**training_values(args), bf16=True, torch_compile=args.torch_compile)
+        training_args = TrainingArguments(
+            **training_values(args), bf16=True, torch_compile=args.torch_compile
+        )
         trainer = Trainer(model=make_model(args), args=training_args, train_dataset=data)
         return measure_trainer(trainer, args) | {"converted": 0}
 
@@ -310,7 +325,7 @@ def measure_loop(run: Run, args: Arguments, data: Dataset) -> dict[str, Any]:
         **plugin.accelerator_kwargs(),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0, fused=True)
-    loader = DataLoader(data, batch_size=args.batch, shuffle=True, pin_memory=CUDA)
+    loader = DataLoader(data, batch_size=args.batch, pin_memory=CUDA)
     model.train()
     clock = Clock(args.warmup, args.steps)
     model, optimizer, loader = plugin.prepare(accelerator, model, optimizer, loader)
@@ -332,7 +347,10 @@ def measure_loop(run: Run, args: Arguments, data: Dataset) -> dict[str, Any]:
             break
     assert plugin.report is not None
     measured = result(clock, first.item(), last.item())
-    return measured | {"converted": len(plugin.report.converted), "fp8_flop_share": plugin.report.flop_coverage}
+    return measured | {
+        "converted": len(plugin.report.converted),
+        "fp8_flop_share": plugin.report.flop_coverage,
+    }
 
 
 def count(model: nn.Module, kind: type[nn.Module]) -> int:
@@ -403,14 +421,16 @@ def draw(modes: dict[str, dict[str, Any]], title: str, path: Path) -> None:
 
 
 def main() -> None:
-    (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
+    (args,) = HfArgumentParser((Arguments,)).parse_args_into_dataclasses()
     runs = parse_runs(args.modes)
     unknown = [run.name for run in runs if run.kind not in MEASURES]
     if unknown:
         raise ValueError(f"Unknown modes: {', '.join(unknown)}. Known: {', '.join(MEASURES)}.")
     facts = environment()
-    vocab = args.vocab or make_model(args).config.vocab_size if args.model_name_or_path else args.vocab
-    data = RandomTokens(vocab or SHAPES[args.shape].vocab_size, args.seq)
+    config = (
+        AutoConfig.from_pretrained(args.model_name_or_path) if args.model_name_or_path else SHAPES[args.shape]
+    )
+    data = RandomTokens(args.vocab or config.get_text_config().vocab_size, args.seq)
     rounds: dict[str, list[dict[str, Any]]] = {run.name: [] for run in runs}
     modes: dict[str, dict[str, Any]] = {}
     for turn in range(args.rounds):
@@ -433,8 +453,14 @@ def main() -> None:
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps({"environment": facts, "arguments": asdict(args), "modes": modes}) + "\n")
-    title = f"{args.model_name_or_path or args.shape}, {args.accumulation} x {args.batch} x {args.seq} tokens, {facts['device']}"
-    print("\n" + title + "\n" + ", ".join(f"{name} {value}" for name, value in facts.items() if name != "device"))
+    size = f"{args.accumulation} x {args.batch} x {args.seq} tokens"
+    title = f"{args.model_name_or_path or args.shape}, {size}, {facts['device']}"
+    print(
+        "\n"
+        + title
+        + "\n"
+        + ", ".join(f"{name} {value}" for name, value in facts.items() if name != "device")
+    )
     print_table(modes)
     if args.plot:
         draw(modes, title, output.with_suffix(".png"))

@@ -19,12 +19,11 @@ import json
 import statistics
 import time
 from dataclasses import asdict, dataclass, field
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from runs import Run, clean_start, environment, fp8_gpu, parse_runs, peak_gib, print_rows
-from text_data import byte_llama, stdlib_tensors
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 from transformers import (
@@ -39,6 +38,8 @@ from transformers import (
 )
 
 from hf_fp8 import FP8Trainer, FP8TrainingArguments
+from runs import Run, clean_start, environment, fp8_gpu, parse_runs, peak_gib, print_rows
+from text_data import byte_llama, stdlib_tensors
 
 TOLERANCE = 0.005
 
@@ -60,7 +61,9 @@ class Arguments:
     seq: int = field(default=1024, metadata={"help": "Bytes in a sequence."})
     learning_rate: float = field(default=6e-4, metadata={"help": "Peak learning rate, cosine to a tenth."})
     warmup: int = field(default=100, metadata={"help": "Warm-up steps."})
-    final_steps: int = field(default=100, metadata={"help": "The final loss is the mean of this many last steps."})
+    final_steps: int = field(
+        default=100, metadata={"help": "The final loss is the mean of this many last steps."}
+    )
     eval_sequences: int = field(default=256, metadata={"help": "Held-out sequences."})
     max_bytes: int = field(default=40_000_000, metadata={"help": "Bytes of source text to read."})
     torch_compile: bool = field(default=torch.cuda.is_available(), metadata={"help": "Compile the model."})
@@ -119,7 +122,9 @@ class Progress(TrainerCallback):
             self.bar.update()
             self.bar.set_postfix(loss=f"{logs['loss']:.3f}", refresh=False)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.bar.close()
 
 
@@ -148,7 +153,7 @@ def make_trainer(run: Run, args: Arguments, train: Dataset, held_out: Dataset) -
         "report_to": "none",
         "disable_tqdm": True,
         "seed": 0,
-        "data_seed": 0,
+        "train_sampling_strategy": "sequential",  # the same order in every run, whatever its seed
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
     trainer_class, arguments_class = Trainer, TrainingArguments
@@ -178,10 +183,10 @@ def train(run: Run, args: Arguments, train_set: Dataset, held_out: Dataset) -> d
         "kind": run.kind,
         "final_loss": statistics.fmean(losses[-args.final_steps :]),
         "eval_loss": trainer.evaluate()["eval_loss"],
-        "ms_per_step": statistics.median(b - a for a, b in zip(settled, settled[1:])) * 1e3,
+        "ms_per_step": statistics.median(b - a for a, b in pairwise(settled)) * 1e3,
         "peak_gib": peak_gib(),
         "seconds": time.perf_counter() - started,
-        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "parameters": trainer.get_num_trainable_parameters(),
         "fp8_flop_share": trainer.fp8_report.flop_coverage if isinstance(trainer, FP8Trainer) else 0.0,
         "losses": [round(loss, 5) for loss in losses],
     }
@@ -228,8 +233,10 @@ def draw(runs: dict[str, dict[str, Any]], steps: int, path: Path) -> None:
     x = range(window, steps + 1)
     curves = {name: smoothed(run["losses"], window) for name, run in runs.items()}
     bf16 = [curves[name] for name, run in runs.items() if run["kind"] == "bf16"]
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(9, 8), sharex=True, height_ratios=(3, 2), layout="constrained")
-    colours = iter(plt.get_cmap("tab10").colors)
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(9, 8), sharex=True, height_ratios=(3, 2), layout="constrained"
+    )
+    colours = (f"C{i}" for i in count())
     for name, curve in curves.items():
         is_bf16 = runs[name]["kind"] == "bf16"
         style: dict[str, Any] = {"color": "0.3" if is_bf16 else next(colours), "linewidth": 1.2}
@@ -250,7 +257,7 @@ def draw(runs: dict[str, dict[str, Any]], steps: int, path: Path) -> None:
 
 
 def main() -> None:
-    (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
+    (args,) = HfArgumentParser((Arguments,)).parse_args_into_dataclasses()
     asked = parse_runs(args.runs)
     output = Path(args.output_dir, "convergence.json")
     output.parent.mkdir(parents=True, exist_ok=True)

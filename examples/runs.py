@@ -59,7 +59,9 @@ def _flag(key: str, text: str) -> str:
     flag = _SHORT.get(key) or (f"fp8_{key}" if f"fp8_{key}" in _FLAGS else key)
     if flag not in _FLAGS:
         known = sorted([*_SHORT, *(name.removeprefix("fp8_") for name in _FLAGS if name.startswith("fp8_"))])
-        raise ValueError(f"{key!r} in the run {text!r} is no training argument. FP8 options: {', '.join(known)}.")
+        raise ValueError(
+            f"{key!r} in the run {text!r} is no training argument. FP8 options: {', '.join(known)}."
+        )
     return flag
 
 
@@ -99,7 +101,9 @@ def environment() -> dict[str, str]:
     """Hardware, versions and commit, for the record of a measurement."""
     packages = ("torch", "torchao", "transformers", "accelerate")
     return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})",
+        "device": torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"CPU ({platform.machine()})",
         "python": platform.python_version(),
         **{name: version(name) for name in packages},
         "commit": _commit(),

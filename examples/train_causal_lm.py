@@ -24,7 +24,6 @@ from typing import Any, Optional
 
 import torch
 from datasets import Dataset
-from text_data import DataArguments, byte_llama, lm_datasets
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -36,6 +35,7 @@ from transformers import (
 )
 
 from hf_fp8 import FP8Trainer, FP8TrainingArguments
+from text_data import DataArguments, byte_llama, lm_datasets
 
 RELOAD_TOLERANCE = 0.05  # the checkpoint runs without FP8, so its loss differs by the rounding of the GEMMs
 
@@ -95,7 +95,7 @@ def load_model(args: ModelArguments) -> tuple[PreTrainedModel, PreTrainedTokeniz
 
 
 @torch.no_grad()
-def checkpoint_loss(path: str, blocks: Dataset, batch_size: int, device: torch.device) -> float:
+def checkpoint_loss(path: Path, blocks: Dataset, batch_size: int, device: torch.device) -> float:
     """Loss of the saved model, opened by plain transformers and run without FP8."""
     model = AutoModelForCausalLM.from_pretrained(path, device_map={"": device}).eval()
     total = 0.0
@@ -146,8 +146,11 @@ def main() -> None:
         logs = trainer.state.log_history
         losses = [entry["loss"] for entry in logs if "loss" in entry]
         speeds = [entry["tokens_per_second"] for entry in logs if "tokens_per_second" in entry]
-        whole_run = trained.metrics["train_samples_per_second"] * data_args.block_size  # shorter than one log interval
-        reloaded = checkpoint_loss(args.output_dir, eval_blocks, args.per_device_eval_batch_size, args.device)
+        whole_run = (
+            trained.metrics["train_samples_per_second"] * data_args.block_size
+        )  # shorter than one log interval
+        folder = Path(str(args.output_dir))
+        reloaded = checkpoint_loss(folder, eval_blocks, args.per_device_eval_batch_size, args.device)
         metrics = {
             "loss_first": losses[0],
             "loss_last": losses[-1],
@@ -158,7 +161,7 @@ def main() -> None:
             "reload_loss_difference": reloaded - eval_loss,
             "recipe": args.fp8_recipe if args.fp8 else "bf16",
         }
-        Path(args.output_dir, "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+        (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
         print_table(metrics, args)
     trainer.accelerator.end_training()
 

@@ -251,6 +251,13 @@ def remap_optimizer(
         group["params"] = [after[before[p]] for p in group["params"]]
 
 
+def reshard(model: nn.Module) -> None:
+    """Put every parameter back to its shard: a forward leaves those of the tail and the root gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Every trainable parameter is in `optimizer` at most once, and none of its tensors is a stranger.
 

@@ -19,6 +19,7 @@ from hf_fp8.callbacks import AmaxSyncCallback, ThroughputCallback
 from hf_fp8.checkpoint import load_scaling, save_scaling
 from hf_fp8.plugin import FP8Plugin
 from hf_fp8.selection import ConversionReport
+from hf_fp8.sharding import reshard
 
 
 class FP8TrainerMixin:
@@ -85,6 +86,7 @@ class FP8TrainerMixin:
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self._fp8_prepare()
+        reshard(self.model)  # an evaluation gathers parameters, and the optimizer must get the shards
         if self.accelerator.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
             _undo_evaluation_prepare(self.model)
         prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
