@@ -57,7 +57,12 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoade
 def main() -> None:
     args, data_args = HfArgumentParser((LoopArguments, DataArguments)).parse_args_into_dataclasses()
     fp8_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-    plugin = FP8Plugin(FP8Config.from_launch(recipe=args.recipe, emulate=None if fp8_gpu else True))
+    config = FP8Config.from_launch(
+        recipe=args.recipe,
+        emulate=None if fp8_gpu else True,
+        convert_small=True,  # the small model is here to be checked, not to gain speed
+    )
+    plugin = FP8Plugin(config)
     accelerator = Accelerator(
         gradient_accumulation_steps=args.gradient_accumulation_steps, **plugin.accelerator_kwargs()
     )

@@ -298,6 +298,8 @@ def measure_torchao(run: Run, args: Arguments, data: Dataset) -> dict[str, Any]:
 
 def our_arguments(run: Run, args: Arguments) -> FP8TrainingArguments:
     values = training_values(args) | {"fp8_emulate": not fp8_gpu(), "torch_compile": args.torch_compile}
+    if args.shape == "tiny":
+        values["fp8_convert_small"] = True
     if run.recipe:
         values["fp8_recipe"] = run.recipe
     return FP8TrainingArguments(**values | run.options)

@@ -239,19 +239,21 @@ def draw(runs: dict[str, dict[str, Any]], steps: int, path: Path) -> None:
     colours = (f"C{i}" for i in count())
     for name, curve in curves.items():
         is_bf16 = runs[name]["kind"] == "bf16"
-        style: dict[str, Any] = {"color": "0.3" if is_bf16 else next(colours), "linewidth": 1.2}
+        style = {"color": "0.7", "linewidth": 3.0} if is_bf16 else {"color": next(colours), "linewidth": 1.0}
         top.plot(x, curve, label=f"{name}: {runs[name]['final_loss']:.4f}", **style)
         if bf16:
             bottom.plot(x, (curve / torch.stack(bf16).mean(0) - 1) * 100, **style)
     top.set_ylabel("training loss (nats per byte)")
     top.set_yscale("log")
+    for axis_formatter in (top.yaxis.set_major_formatter, top.yaxis.set_minor_formatter):
+        axis_formatter("{x:.3g}")
     top.legend(title="run: final loss")
     bottom.axhspan(-TOLERANCE * 100, TOLERANCE * 100, color="0.9")
     bottom.set_ylabel("difference to bf16 (%)")
     bottom.set_ylim(-3, 3)
     bottom.set_xlabel(f"optimizer step (mean of {window})")
     parameters = next(iter(runs.values()))["parameters"]
-    figure.suptitle(f"Byte-level Llama, {parameters / 1e6:.0f}M parameters, FP8 recipes against bf16")
+    figure.suptitle(f"Byte-level Llama, {parameters / 1e6:.3g}M parameters, FP8 recipes against bf16")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

@@ -49,7 +49,7 @@ def parse_runs(texts: Sequence[str]) -> list[Run]:
         kind, _, rest = text.partition(":")
         items = [item.partition("=") for item in rest.split(",") if item]
         recipe = next((key for key, sign, _ in items if not sign), None)
-        options = {_flag(key, text): _value(value) for key, sign, value in items if sign}
+        options = {_flag(key, text): _value(key, value) for key, sign, value in items if sign}
         earlier = texts[:index].count(text)
         runs.append(Run(f"{text}#{earlier + 1}" if earlier else text, kind, recipe, options))
     return runs
@@ -65,7 +65,9 @@ def _flag(key: str, text: str) -> str:
     return flag
 
 
-def _value(text: str) -> Any:
+def _value(key: str, text: str) -> Any:
+    if key == "skip":
+        return [text]
     if text in ("true", "false"):
         return text == "true"
     for number in (int, float):

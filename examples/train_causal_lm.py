@@ -31,6 +31,7 @@ from transformers import (
     HfArgumentParser,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    default_data_collator,
     set_seed,
 )
 
@@ -126,6 +127,8 @@ def main() -> None:
     model_args, data_args, args = parse_arguments()
     if args.fp8 and args.fp8_emulate and args.process_index == 0:
         print("Emulating FP8: same numerics as an FP8 GPU, but slow.")
+    if not (model_args.model_name_or_path or model_args.config_name):
+        args.fp8_convert_small = True  # the small model is here to be checked, not to gain speed
     set_seed(args.seed)
     model, tokenizer = load_model(model_args)
     with args.main_process_first(desc="preparing the text"):
@@ -137,6 +140,7 @@ def main() -> None:
         train_dataset=train_blocks,
         eval_dataset=eval_blocks,
         processing_class=tokenizer,
+        data_collator=default_data_collator,  # blocks have one length: nothing to pad
     )
     trained = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     eval_loss = trainer.evaluate()["eval_loss"]

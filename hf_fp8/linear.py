@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen
 from torchao.float8.float8_ops import addmm_float8_unwrapped
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
@@ -337,6 +338,9 @@ def convert_linear(module: nn.Module, config: FP8Config) -> None:
     Raises:
         TypeError: `module` is of another class, a quantized or otherwise special subclass included.
     """
+    # The compiler must not use the Triton code that corrupts FP8 stores (pytorch/ao#4652); torchao applies its
+    # patch only inside its own conversion. Can go when torch 2.14-class builds are fixed.
+    _patch_inductor_min_max_codegen()
     classes: dict[type, type[FP8Module]] = {nn.Linear: FP8Linear, Conv1D: FP8Conv1D}
     if type(module) not in classes:
         raise TypeError(f"only nn.Linear and Conv1D can be converted, got {type(module).__qualname__}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from hf_fp8.config import FP8Config, keep_accelerate_from_converting, launch_mixed_precision
 from hf_fp8.gathering import WeightGather, shard_group
 from hf_fp8.linear import FP8_BUFFERS, FP8Module, fp8_modules
-from hf_fp8.regions import Blocks, checkpoint_activations, compile_model, find_blocks
+from hf_fp8.regions import Blocks, checkpoint_activations, compile_model, find_blocks, recompute_blocks
 from hf_fp8.scaling import ScalingState, WeightScales
 from hf_fp8.selection import ConversionReport, convert, select
 from hf_fp8.sharding import (
@@ -68,6 +68,7 @@ class FP8Plugin:
         self._model: nn.Module | None = None
         self._blocks: Blocks = []
         self._compiled = False
+        self._calibration = ExitStack()
         self._finished = False
         if self.config.enabled and launch_mixed_precision() == "fp16":
             raise ValueError(
@@ -241,15 +242,20 @@ class FP8Plugin:
         check_optimizer(optimizer, self._model)
 
     def begin_calibration(self) -> None:
-        """The delayed recipe's first micro-batch runs with exact scales, and eagerly: not worth a graph."""
+        """The delayed recipe's first micro-batch runs with exact scales, and eagerly: not worth a graph.
+
+        Eager blocks keep more activations than compiled ones, so they are recomputed meanwhile.
+        """
         if self.scaling is not None and self.scaling.calibrating and self._compiled:
             torch.compiler.set_stance("force_eager")
+            self._calibration = recompute_blocks(self._blocks)
 
     def after_backward(self) -> None:
         """Called after each micro-batch's backward: ends the calibration."""
         if self.scaling is not None and self.scaling.calibrating:
             self.scaling.end_calibration()
             torch.compiler.set_stance("default")
+            self._calibration.close()
 
     def after_optimizer_step(self) -> None:
         """The one collective of the step: new weight scales, and the delayed recipe's amax sync."""

@@ -8,13 +8,13 @@ Blocks must be found before `fully_shard`, which renames classes.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen
 from transformers import PreTrainedModel
 
 from hf_fp8.config import FP8Config
@@ -75,6 +75,16 @@ def checkpoint_activations(model: nn.Module, blocks: Blocks, *, offload: bool) -
         block.forward = partial(recompute, block.forward)
 
 
+def recompute_blocks(blocks: Blocks) -> ExitStack:
+    """Checkpoint those blocks that are not checkpointed anyway, until the returned stack is closed."""
+    stack = ExitStack()
+    for _, block in blocks:
+        if "forward" not in vars(block) and not vars(block).get("gradient_checkpointing"):
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            stack.callback(vars(block).pop, "forward")
+    return stack
+
+
 def _offloaded_checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
     with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
         return checkpoint(function, *args, **kwargs)
@@ -90,9 +100,6 @@ def compile_model(
 
     `options` go to `torch.compile`: backend, mode, fullgraph, dynamic.
     """
-    # The compiler must not use the Triton code that corrupts FP8 stores (pytorch/ao#4652); torchao applies
-    # its patch only inside its own conversion. Can go when torch 2.14-class builds are fixed.
-    _patch_inductor_min_max_codegen()
     if config.enabled and config.recipe.startswith("rowwise"):
         # Rowwise scales of a fused RMSNorm differ from eager's otherwise (pytorch/pytorch#150859).
         torch._inductor.config.emulate_precision_casts = True
