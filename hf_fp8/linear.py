@@ -41,6 +41,7 @@ from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 from transformers.pytorch_utils import Conv1D
 
 from hf_fp8.config import FP8Config
+from hf_fp8.transpose import row_major
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ALIGNMENT = 16  # of the contracted axis, in elements: cuBLASLt FP8 GEMMs need 16-byte rows
@@ -99,9 +100,9 @@ def gemm(a: Scaled, b: Scaled, out_dtype: torch.dtype, *, fast: bool, emulate: b
     # torch._scaled_mm takes one scale on both sides, or one per row and one per column.
     b_scale = b.scale.repeat(1, b.data.shape[1]) if a.scale.ndim > b.scale.ndim else b.scale
     return addmm_float8_unwrapped(
-        a.data.contiguous(),
+        row_major(a.data),
         a.scale,
-        b.data.t().contiguous().t(),
+        row_major(b.data.t()).t(),
         b_scale,
         output_dtype=out_dtype,
         use_fast_accum=fast,

@@ -67,7 +67,7 @@ class WeightScales:
         self.modules, self.device, self.group = modules, device, group
         self.on_change = on_change
         self._versions: tuple[tuple[int, int], ...] = ()
-        self._cast = torch.compile(_cast_into, dynamic=False) if compile_cast else _cast_into
+        self._cast = torch.compile(_cast_into, dynamic=True) if compile_cast else _cast_into
         for module in modules.values():
             module.fp8_weight_scale = torch.ones((), device=device)
             if keep_fp8:
@@ -106,7 +106,9 @@ class WeightScales:
         torch._foreach_copy_(scales, list(scale_of(amax, E4M3).unbind()))
         for module in modules:
             if module.fp8_weight is not None:
-                self._cast(module.fp8_weight, module.weight, module.fp8_weight_scale)
+                self._cast(
+                    module.fp8_weight.view(-1), module.weight.detach().view(-1), module.fp8_weight_scale
+                )
         self._versions = tuple((id(w), w._version) for w in self.weights)
         if self.on_change is not None:
             self.on_change()
@@ -298,6 +300,7 @@ class ScalingState:
 _ROLES = ("input", "output gradient")
 
 
+# On flat views, so that one dynamic graph serves weights of all shapes.
 def _cast_into(copy: Tensor, weight: Tensor, scale: Tensor) -> None:
     copy.copy_(cast_saturating(weight, scale, E4M3))
 
