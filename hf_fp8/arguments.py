@@ -14,12 +14,18 @@ from transformers import TrainingArguments
 from hf_fp8.config import FP8Config, launch_mixed_precision
 
 
+# HfArgumentParser lets only a boolean with a default stand without a value: `--fp8_emulate`.
+_SWITCH: dict[str, Any] = {"nargs": "?", "const": True}
+
+
 @dataclass
 class FP8ArgumentsMixin:
     """FP8 flags for any `TrainingArguments`: `class FP8SFTConfig(FP8ArgumentsMixin, SFTConfig)`."""
 
     # HfArgumentParser reads these annotations at run time and knows Optional, not `X | None`, on Python 3.10.
-    fp8: Optional[bool] = field(default=None, metadata={"help": "Train in FP8 (default: true)."})  # noqa: UP045
+    fp8: Optional[bool] = field(  # noqa: UP045
+        default=None, metadata={"help": "Train in FP8 (default: true).", **_SWITCH}
+    )
     fp8_recipe: Optional[Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"]] = field(  # noqa: UP045
         default=None, metadata={"help": "How FP8 scales are chosen; see the recipe guide."}
     )
@@ -27,7 +33,8 @@ class FP8ArgumentsMixin:
         default=None, metadata={"help": "Module-name patterns (glob) that stay in high precision."}
     )
     fp8_convert_small: Optional[bool] = field(  # noqa: UP045
-        default=None, metadata={"help": "Also convert layers where FP8 is slower than bf16 (default: false)."}
+        default=None,
+        metadata={"help": "Also convert layers where FP8 is slower than bf16 (default: false).", **_SWITCH},
     )
     fp8_head: Optional[Literal["auto", "on", "off"]] = field(  # noqa: UP045
         default=None, metadata={"help": "LM head GEMMs in FP8 (default: auto)."}
@@ -36,7 +43,8 @@ class FP8ArgumentsMixin:
         default=None, metadata={"help": "FSDP2 gathers weights as FP8 (default: auto)."}
     )
     fp8_emulate: Optional[bool] = field(  # noqa: UP045
-        default=None, metadata={"help": "Emulate FP8 GEMMs on hardware without them (default: false)."}
+        default=None,
+        metadata={"help": "Emulate FP8 GEMMs on hardware without them (default: false).", **_SWITCH},
     )
     fp8_amax_history_len: Optional[int] = field(  # noqa: UP045
         default=None, metadata={"help": "Delayed recipe: optimizer steps of amax history."}
@@ -46,11 +54,14 @@ class FP8ArgumentsMixin:
     )
     fp8_amax_sync: Optional[bool] = field(  # noqa: UP045
         default=None,
-        metadata={"help": "Delayed recipe: share amax over data-parallel ranks (default: true)."},
+        metadata={"help": "Delayed recipe: share amax over data-parallel ranks (default: true).", **_SWITCH},
     )
     fp8_weight_cache: Optional[bool] = field(  # noqa: UP045
         default=None,
-        metadata={"help": "Delayed recipe: keep FP8 copies of the weights for a whole step (default: true)."},
+        metadata={
+            "help": "Delayed recipe: keep FP8 copies of the weights for a whole step (default: true).",
+            **_SWITCH,
+        },
     )
     fp8_experts: Optional[Literal["auto", "on", "off"]] = field(  # noqa: UP045
         default=None, metadata={"help": "Mixture-of-experts GEMMs in FP8 (default: auto)."}

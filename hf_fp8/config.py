@@ -101,7 +101,8 @@ class FP8Config:
             ValueError: a key under `fp8_config:` that neither this package nor Accelerate knows, or a
                 backend other than AO.
         """
-        said = {**_launch_values(), **{k: v for k, v in overrides.items() if v is not None}}
+        explicit = {k: _switch(k, v) for k, v in overrides.items() if v is not None}
+        said = {**_launch_values(), **explicit}
         return cls(**said)
 
     def check_hardware(self, device: torch.device) -> None:
@@ -149,7 +150,9 @@ def _launch_values() -> dict[str, Any]:
     for variable, text in os.environ.items():
         if not variable.startswith(LAUNCH_PREFIX):
             continue
-        key, value = variable.removeprefix(LAUNCH_PREFIX).lower(), yaml.safe_load(text)
+        key = variable.removeprefix(LAUNCH_PREFIX).lower()
+        # A pattern such as *.down_proj would be an alias to YAML; only a list is YAML here.
+        value = text if key == "skip" and not text.startswith("[") else yaml.safe_load(text)
         if key == "backend":
             if text.upper() not in ("AO", "NO"):
                 raise ValueError(
@@ -172,9 +175,14 @@ def _launch_values() -> dict[str, Any]:
 
 
 def _typed(key: str, value: Any) -> Any:
-    if key in _SWITCHES and isinstance(value, bool):  # YAML reads a bare on/off as a boolean
-        return "on" if value else "off"
     if key == "skip":
         patterns = value.split(",") if isinstance(value, str) else (value or ())
-        return tuple(str(pattern).strip() for pattern in patterns)
+        return tuple(text for pattern in patterns if (text := str(pattern).strip()))
+    return _switch(key, value)
+
+
+def _switch(key: str, value: Any) -> Any:
+    """YAML, of a launch config or of an arguments file, reads a bare on/off as a boolean."""
+    if key in _SWITCHES and isinstance(value, bool):
+        return "on" if value else "off"
     return value

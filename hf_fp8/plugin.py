@@ -278,6 +278,12 @@ class FP8Plugin:
                 "Use accelerate_configs/fsdp2.yaml, which shards as far as ZeRO-3."
             )
         _check_fsdp_honoured(accelerator)
+        keep_accelerate_from_converting()
+        if self.config.enabled and accelerator.mixed_precision != "bf16":
+            raise ValueError(
+                f"The Accelerator was built with mixed_precision={accelerator.mixed_precision!r}, but FP8 training "
+                "computes in bf16 around the FP8 GEMMs. Build it with Accelerator(**plugin.accelerator_kwargs(), ...)."
+            )
         parallel = accelerator.parallelism_config
         if parallel is not None and (parallel.tp_enabled or parallel.cp_enabled or parallel.sp_enabled):
             raise ValueError(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torchao.float8.float8_linear import Float8Linear
 from transformers.pytorch_utils import Conv1D
 
@@ -203,6 +204,13 @@ def _refuse_foreign_models(model: nn.Module) -> None:
             f"{type(quantized[0]).__name__} is quantized, and FP8 training needs high-precision weights to cast. "
             "Load it without quantization_config, or train with --fp8 false."
         )
+    for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name!r} is a {type(parameter).__name__}: quantized or otherwise special, and FP8 training needs "
+                "plain high-precision weights to cast. Load the model without quantization, or train with "
+                "--fp8 false."
+            )
     for name, module in model.named_modules():
         if isinstance(module, Float8Linear):
             raise ValueError(
