@@ -13,7 +13,6 @@ from transformers import TrainingArguments
 
 from hf_fp8.config import FP8Config, launch_mixed_precision
 
-
 # HfArgumentParser lets only a boolean with a default stand without a value: `--fp8_emulate`.
 _SWITCH: dict[str, Any] = {"nargs": "?", "const": True}
 
