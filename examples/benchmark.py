@@ -381,6 +381,22 @@ def summarise(rounds: list[dict[str, Any]], args: Arguments) -> dict[str, Any]:
     }
 
 
+def compare(
+    rounds: dict[str, list[dict[str, Any]]], errors: dict[str, str], args: Arguments
+) -> dict[str, dict[str, Any]]:
+    """The summaries of the modes measured so far, with their speed relative to bf16."""
+    modes: dict[str, dict[str, Any]] = {
+        name: {"error": errors[name]} if name in errors else summarise(done, args)
+        for name, done in rounds.items()
+        if done or name in errors
+    }
+    bf16 = modes.get("bf16", {}).get("median_ms")
+    for mode in modes.values():
+        if bf16 and "median_ms" in mode:
+            mode["speedup"] = bf16 / mode["median_ms"]
+    return modes
+
+
 def print_table(modes: dict[str, dict[str, Any]]) -> None:
     header = ("mode", "ms/step", "tokens/s", "vs bf16", "peak GiB", "start s", "loss", "layers in FP8")
     rows = []
@@ -434,10 +450,13 @@ def main() -> None:
     )
     data = RandomTokens(args.vocab or config.get_text_config().vocab_size, args.seq)
     rounds: dict[str, list[dict[str, Any]]] = {run.name: [] for run in runs}
+    errors: dict[str, str] = {}
     modes: dict[str, dict[str, Any]] = {}
+    output = Path(args.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
     for turn in range(args.rounds):
         for run in runs:
-            if "error" in modes.get(run.name, {}):
+            if run.name in errors:
                 continue
             clean_start()
             print(f"round {turn + 1}/{args.rounds}: {run.name}", file=sys.stderr, flush=True)
@@ -445,16 +464,11 @@ def main() -> None:
                 rounds[run.name].append(MEASURES[run.kind](run, args, data))
             except Exception as error:  # a baseline that crashes is a result: shown in the table, and rc 1
                 traceback.print_exc()
-                modes[run.name] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-    modes = {run.name: modes.get(run.name) or summarise(rounds[run.name], args) for run in runs}
-    bf16 = modes.get("bf16", {}).get("median_ms")
-    for mode in modes.values():
-        if bf16 and "median_ms" in mode:
-            mode["speedup"] = bf16 / mode["median_ms"]
-
-    output = Path(args.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps({"environment": facts, "arguments": asdict(args), "modes": modes}) + "\n")
+                errors[run.name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            modes = compare(rounds, errors, args)
+            # After each mode: what was measured survives an interruption.
+            record = {"environment": facts, "arguments": asdict(args), "modes": modes}
+            output.write_text(json.dumps(record) + "\n")
     size = f"{args.accumulation} x {args.batch} x {args.seq} tokens"
     title = f"{args.model_name_or_path or args.shape}, {size}, {facts['device']}"
     print(
