@@ -13,8 +13,9 @@ optimizer step, none in the forward.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,14 +59,14 @@ class WeightGather:
             f"(others in bf16: {reasons})"
         )
 
-    def attach(self) -> None:
+    def attach(self, weights: Mapping[str, Any]) -> None:
         """Set the hooks on every shard that lacks them: at first, and after a checkpoint load replaced shards."""
-        for module in self.modules.values():
-            shard = cast(DTensor, module.weight)._local_tensor
+        for name, module in self.modules.items():
+            shard = weights[name]._local_tensor
             if getattr(shard, _SCALE, None) is not module.fp8_weight_scale:
                 setattr(shard, _SCALE, module.fp8_weight_scale)
-                shard.fsdp_pre_all_gather = MethodType(_pre_all_gather, shard)  # type: ignore[attr-defined]
-                shard.fsdp_post_all_gather = MethodType(_post_all_gather, shard)  # type: ignore[attr-defined]
+                shard.fsdp_pre_all_gather = MethodType(_pre_all_gather, shard)
+                shard.fsdp_post_all_gather = MethodType(_post_all_gather, shard)
 
 
 def _reason_not(weight: nn.Parameter, config: FP8Config, *, offload: bool) -> str:

@@ -175,15 +175,16 @@ class _FP8DelayedMatmul(torch.autograd.Function):
         ctx.dy_amax = dy_amax  # written in backward, so not a saved tensor, whose version would be checked
         x = _delayed_cast(x_MK, E4M3, x_scale, x_amax, record=record, calibrating=calibrating)
         w = Scaled(cast_saturating(w_NK, w_scale, E4M3) if w_fp8 is None else w_fp8, w_scale)
-        ctx.save_for_backward(*x, w_NK if w_fp8 is None else w_fp8, w_scale, dy_scale)
+        ctx.dy_scale = dy_scale  # likewise: the first backward of a run sets it
+        ctx.save_for_backward(*x, w_NK if w_fp8 is None else w_fp8, w_scale)
         return gemm(x, w.t(), x_MK.dtype, fast=True, emulate=recipe.emulate)
 
     @staticmethod
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
-        x_data, x_scale, w_data, w_scale, dy_scale = ctx.saved_tensors
+        x_data, x_scale, w_data, w_scale = ctx.saved_tensors
         emulate = ctx.recipe.emulate
         dx_MK = dw_NK = None
-        dy = _delayed_cast(dy_MN, E5M2, dy_scale, ctx.dy_amax, record=True, calibrating=ctx.calibrating)
+        dy = _delayed_cast(dy_MN, E5M2, ctx.dy_scale, ctx.dy_amax, record=True, calibrating=ctx.calibrating)
         if ctx.needs_input_grad[0]:
             w = Scaled(cast_saturating(w_data, w_scale, E4M3) if ctx.cast_weight else w_data, w_scale)
             dx_MK = gemm(dy, w, dy_MN.dtype, fast=False, emulate=emulate)

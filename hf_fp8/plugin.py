@@ -32,6 +32,7 @@ from hf_fp8.sharding import (
     leave_inference_mode,
     named_parameter_objects,
     remap_optimizer,
+    reshard,
     set_mixed_precision_policy,
     shard_model,
     upcast_masters,
@@ -67,7 +68,7 @@ class FP8Plugin:
         """The delayed recipe's state."""
         self._model: nn.Module | None = None
         self._blocks: Blocks = []
-        self._compiled = False
+        self._compiled: str | None = None
         self._calibration = ExitStack()
         self._finished = False
         if self.config.enabled and launch_mixed_precision() == "fp16":
@@ -99,6 +100,7 @@ class FP8Plugin:
         prepared = accelerator.prepare(model, *others)
         for optimizer in optimizers:
             self.check(optimizer)
+        for optimizer in optimizers[-1:]:  # several step one after the other: the last ends the step
             optimizer.register_step_post_hook(lambda *_: self.after_optimizer_step())
         if self.scaling is not None:
             accelerator.register_for_checkpointing(self.scaling)
@@ -192,7 +194,7 @@ class FP8Plugin:
         )
         dynamo.backend = DynamoBackend.NO  # done: Accelerate must not compile on top
         self.report.notes.append(note)
-        self._compiled = True
+        self._compiled = options["backend"]
 
     def _scale_once_per_step(self, accelerator: Accelerator, model: nn.Module) -> None:
         """Gather hooks, weight scales and the delayed recipe's state."""
@@ -214,7 +216,7 @@ class FP8Plugin:
             accelerator.device,
             shard_group(model) if gather else None,
             keep_fp8=cached,
-            compile_cast=cached and self._compiled,
+            compile_cast=self._compiled if cached else None,
             on_change=gather.attach if gather else None,
         )
         if delayed:
@@ -249,16 +251,22 @@ class FP8Plugin:
         if self.scaling is not None and self.scaling.calibrating and self._compiled:
             torch.compiler.set_stance("force_eager")
             self._calibration = recompute_blocks(self._blocks)
+            self.scaling.on_calibrated = self._compile_again
+
+    def _compile_again(self) -> None:
+        torch.compiler.set_stance("default")
+        self._calibration.close()
 
     def after_backward(self) -> None:
         """Called after each micro-batch's backward: ends the calibration."""
         if self.scaling is not None and self.scaling.calibrating:
             self.scaling.end_calibration()
-            torch.compiler.set_stance("default")
-            self._calibration.close()
 
     def after_optimizer_step(self) -> None:
         """The one collective of the step: new weight scales, and the delayed recipe's amax sync."""
+        # A forward between backward and step left weights gathered, which are old now.
+        if isinstance(self._model, FSDPModule):
+            reshard(self._model)
         if self.scaling is not None:
             self.scaling.sync()
         elif self.weights is not None:

@@ -61,13 +61,16 @@ class WeightScales:
         group: Group = None,
         *,
         keep_fp8: bool = False,
-        compile_cast: bool = False,
-        on_change: Callable[[], None] | None = None,
+        compile_cast: str | None = None,
+        on_change: Callable[[dict[str, Tensor]], None] | None = None,
     ) -> None:
         self.modules, self.device, self.group = modules, device, group
         self.on_change = on_change
         self._versions: tuple[tuple[int, int], ...] = ()
-        self._cast = torch.compile(_cast_into, dynamic=True) if compile_cast else _cast_into
+        self._shards: dict[str, Tensor] = {}
+        self._cast = (
+            torch.compile(_cast_into, dynamic=True, backend=compile_cast) if compile_cast else _cast_into
+        )
         for module in modules.values():
             module.fp8_weight_scale = torch.ones((), device=device)
             if keep_fp8:
@@ -76,7 +79,12 @@ class WeightScales:
 
     @property
     def weights(self) -> list[Tensor]:
-        return [module.weight for module in self.modules.values()]
+        """The weights; the sharded ones also while FSDP2 keeps them gathered (no backward has freed them yet)."""
+        for name, module in self.modules.items():
+            weight = module.weight
+            if self.group is None or isinstance(weight, DTensor):
+                self._shards[name] = weight
+        return list(self._shards.values())
 
     def refresh_if_changed(self) -> None:
         if tuple((id(w), w._version) for w in self.weights) != self._versions:
@@ -106,12 +114,14 @@ class WeightScales:
         torch._foreach_copy_(scales, list(scale_of(amax, E4M3).unbind()))
         for module in modules:
             if module.fp8_weight is not None:
-                self._cast(
-                    module.fp8_weight.view(-1), module.weight.detach().view(-1), module.fp8_weight_scale
-                )
+                copy, weight = module.fp8_weight, module.weight.detach()
+                if copy.is_contiguous() and weight.is_contiguous():
+                    self._cast(copy.view(-1), weight.view(-1), module.fp8_weight_scale)
+                else:
+                    _cast_into(copy, weight, module.fp8_weight_scale)
         self._versions = tuple((id(w), w._version) for w in self.weights)
         if self.on_change is not None:
-            self.on_change()
+            self.on_change(self._shards)
 
 
 class ScalingState:
@@ -144,6 +154,7 @@ class ScalingState:
             module.fp8_grad_scale = torch.ones((), device=device)
             module.fp8_input_amax = torch.zeros((), device=device)
             module.fp8_grad_amax = torch.zeros((), device=device)
+        self.on_calibrated: Callable[[], None] | None = None
         self._set_calibrating(True)
 
     # --- once per optimizer step ------------------------------------------------------------------------
@@ -177,6 +188,8 @@ class ScalingState:
     def _shared_amaxes(self, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         """(2, modules) recorded amaxes and the weights', both over all ranks that share them."""
         local = torch.stack(self._buffers_of("amax"))
+        # MAX keeps or drops a NaN by its position (gloo, NCCL); infinity stands for both.
+        local = torch.where(local.isnan(), torch.inf, local)
         weights = local.new_empty(0) if weights is None else weights
         if self.group is not None:
             everything = torch.cat([local, weights])
@@ -203,6 +216,8 @@ class ScalingState:
 
     def _set_calibrating(self, on: bool) -> None:
         self.calibrating = on
+        if not on and self.on_calibrated is not None:
+            self.on_calibrated()
         for module in self.modules.values():
             module.fp8_calibrating = on
 
@@ -210,7 +225,9 @@ class ScalingState:
 
     def _count(self, recorded: Tensor) -> None:
         excess = recorded * self.scales() / self.fp8_max
-        self.saturated += excess > 1.0 + 1e-6
+        if self.calibrating:  # exact scales: nothing saturated
+            excess = torch.zeros_like(excess)
+        self.saturated += (excess > 1.0 + 1e-6) & recorded.isfinite()
         self.excess = torch.maximum(self.excess, excess.nan_to_num(0.0, posinf=0.0))
         self.nonfinite = torch.where(recorded.isfinite(), self.nonfinite, self.step + 1)
 
