@@ -42,8 +42,8 @@ def scale_of(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
 class WeightScales:
     """Exact per-tensor scales of the FP8 weights of a model, kept current.
 
-    Before a forward it checks whether any weight has changed since (an optimizer step, a checkpoint load, an
-    EMA copy) and then takes all amaxes anew, with one all-reduce where weights are sharded.
+    The plugin refreshes them after each optimizer step. Before a forward they are refreshed too if any weight has
+    changed otherwise (a checkpoint load, an EMA copy). One all-reduce each time where weights are sharded.
 
     Args:
         modules: converted modules by name.
@@ -87,8 +87,11 @@ class WeightScales:
         return list(self._shards.values())
 
     def refresh_if_changed(self) -> None:
-        if tuple((id(w), w._version) for w in self.weights) != self._versions:
+        if self._current_versions() != self._versions:
             self.refresh()
+
+    def _current_versions(self) -> tuple[tuple[int, int], ...]:
+        return tuple((id(w), w._version) for w in self.weights)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -99,6 +102,7 @@ class WeightScales:
         amax = self.local_amax()
         if self.group is not None:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
+        self._versions = ()  # cast every copy anew
         self.apply(amax)
 
     def local_amax(self) -> Tensor:
@@ -109,17 +113,19 @@ class WeightScales:
 
     @torch.no_grad()
     def apply(self, amax: Tensor) -> None:
+        """Set the scales of these amaxes, fp32 (modules,), and cast the copies of weights that have changed."""
         modules = self.modules.values()
         scales = [module.fp8_weight_scale for module in modules]
         torch._foreach_copy_(scales, list(scale_of(amax, E4M3).unbind()))
-        for module in modules:
-            if module.fp8_weight is not None:
+        before, self._versions = self._versions or (None,) * len(modules), self._current_versions()
+        for module, old, new in zip(modules, before, self._versions, strict=True):
+            # Frozen weights are cast once and for all. (A fused optimizer changes weights without a new version.)
+            if module.fp8_weight is not None and (module.weight.requires_grad or old != new):
                 copy, weight = module.fp8_weight, module.weight.detach()
                 if copy.is_contiguous() and weight.is_contiguous():
                     self._cast(copy.view(-1), weight.view(-1), module.fp8_weight_scale)
                 else:
                     _cast_into(copy, weight, module.fp8_weight_scale)
-        self._versions = tuple((id(w), w._version) for w in self.weights)
         if self.on_change is not None:
             self.on_change(self._shards)
 
@@ -145,9 +151,8 @@ class ScalingState:
         self.fp8_max = torch.tensor([[torch.finfo(E4M3).max], [torch.finfo(E5M2).max]], device=device)
         self.saturated = torch.zeros(2, n, dtype=torch.int32, device=device)  # steps since the last log
         self.excess = torch.zeros(2, n, device=device)  # worst amax * scale / fp8_max since the last log
-        self.nonfinite = torch.zeros(
-            2, n, dtype=torch.int64, device=device
-        )  # last step with NaN or Inf, 0 for none
+        # Last step with NaN or Inf, 0 for none.
+        self.nonfinite = torch.zeros(2, n, dtype=torch.int64, device=device)
         self.steps_since_log = 0
         for module in self.modules.values():
             module.fp8_input_scale = torch.ones((), device=device)

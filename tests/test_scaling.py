@@ -5,6 +5,7 @@ so that every amax is known exactly. `fp8_trainer` trains a small Llama, recorde
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from itertools import pairwise
@@ -20,8 +21,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
+import models
 from gloo import forget_accelerate
 from hf_fp8 import FP8Config, FP8Plugin, FP8Trainer, FP8TrainingArguments
+from hf_fp8 import scaling as scaling_module
 from hf_fp8.checkpoint import SCALING_FILE
 from hf_fp8.linear import FP8_BUFFERS, FP8Module, fp8_modules
 from hf_fp8.scaling import ScalingState, scale_of
@@ -848,3 +851,25 @@ def test_a_loop_that_calls_backward_itself_is_calibrated_and_then_runs_compiled(
     assert graphs_of(lambda: losses.extend(loop.run(range(3), backward=Tensor.backward))) > 0
     assert losses == reference
     assert isinstance(next(iter(fp8_modules(loop.model).values())), FP8Module)
+
+
+def test_frozen_weights_are_cast_once_and_trained_ones_every_step(tmp_path: Path) -> None:
+    model = models.llama()
+    frozen = {f"model.layers.0.{name}" for name, _ in model.model.layers[0].named_modules() if name}
+    model.model.layers[0].requires_grad_(False)
+    trainer = models.trainer(str(tmp_path), model, fp8_recipe="delayed", max_steps=4)
+    cast: Counter[str] = Counter()
+    names = {id(module): name for name, module in fp8_modules(model).items()}
+    original = scaling_module._cast_into
+
+    def counted(copy: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> None:
+        owner = next(m for m in fp8_modules(model).values() if m.fp8_weight_scale is scale)
+        cast[names[id(owner)]] += 1
+        original(copy, weight, scale)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scaling_module, "_cast_into", counted)
+        trainer.train()
+    assert cast
+    for name, times in cast.items():
+        assert times == (1 if name in frozen else 5), name  # before the first forward, then after each step
