@@ -72,6 +72,7 @@ def main() -> None:
     train_loader = DataLoader(train_blocks, batch_size=args.batch_size, shuffle=True, drop_last=True)
     eval_loader = accelerator.prepare(DataLoader(eval_blocks, batch_size=args.batch_size))
 
+    torch.set_num_threads(1)  # on a CPU, GEMMs this small lose more to waking threads than they gain
     model = byte_llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     model, optimizer, train_loader = plugin.prepare(accelerator, model, optimizer, train_loader)
