@@ -4,7 +4,9 @@ import logging as _logging
 
 from hf_fp8.arguments import FP8ArgumentsMixin, FP8TrainingArguments
 from hf_fp8.callbacks import ThroughputCallback
+from hf_fp8.checkpoint import iter_full_weights
 from hf_fp8.config import FP8Config
+from hf_fp8.linear import revert
 from hf_fp8.plugin import FP8Plugin
 from hf_fp8.selection import ConversionReport
 from hf_fp8.trainer import FP8Trainer, FP8TrainerMixin
@@ -19,6 +21,8 @@ __all__ = [
     "FP8TrainerMixin",
     "FP8TrainingArguments",
     "ThroughputCallback",
+    "iter_full_weights",
+    "revert",
 ]
 
 # The report must be seen without any logging set-up, like the messages of transformers.

@@ -25,6 +25,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from hf_fp8.config import FP8Config
 from hf_fp8.linear import E4M3, cast_saturating, fp8_modules
+from hf_fp8.roles import read_by_adapters
 
 _SCALE = "_hf_fp8_scale"  # attribute of a local shard: 0-dim fp32 tensor
 
@@ -37,8 +38,10 @@ class WeightGather:
     """
 
     def __init__(self, model: nn.Module, config: FP8Config, *, offload: bool) -> None:
+        read = read_by_adapters(model)
         reasons = {
-            name: _reason_not(m.weight, config, offload=offload) for name, m in fp8_modules(model).items()
+            name: _reason_not(m.weight, config, offload=offload, read=name in read)
+            for name, m in fp8_modules(model).items()
         }
         self.modules = {name: m for name, m in fp8_modules(model).items() if not reasons[name]}
         self.skipped = {name: reason for name, reason in reasons.items() if reason}
@@ -69,13 +72,15 @@ class WeightGather:
                 shard.fsdp_post_all_gather = MethodType(_post_all_gather, shard)
 
 
-def _reason_not(weight: nn.Parameter, config: FP8Config, *, offload: bool) -> str:
+def _reason_not(weight: nn.Parameter, config: FP8Config, *, offload: bool, read: bool) -> str:
     if config.all_gather == "off":
         return "fp8_all_gather=off"
     if config.recipe.startswith("rowwise"):
         return f"the {config.recipe} recipe scales by row"
     if offload:
         return "parameters live on CPU"
+    if read:
+        return "an adapter such as DoRA reads the weight itself"
     if not isinstance(weight, DTensor):
         return "not sharded"
     ranks = weight.device_mesh.size(weight.device_mesh.ndim - 1)

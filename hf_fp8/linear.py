@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen
 from torchao.float8.float8_ops import addmm_float8_unwrapped
@@ -353,6 +354,26 @@ def convert_linear(module: nn.Module, config: FP8Config) -> None:
     converted.fp8_calibrating = False
     for name in FP8_BUFFERS:
         converted.register_buffer(name, None, persistent=False)
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Turn every FP8 layer of `model` back into the `nn.Linear` or `Conv1D` it was, in place; returns `model`.
+
+    Parameters stay the same objects; the FP8 state is dropped.
+
+    Raises:
+        ValueError: the model is sharded, and its weights may be gathered as FP8.
+    """
+    if isinstance(model, FSDPModule):
+        raise ValueError(
+            f"{type(model).__name__} is sharded, and only a whole model can be reverted. "
+            "Save it and load the checkpoint: it holds plain layers."
+        )
+    for module in fp8_modules(model).values():
+        for name in (*FP8_BUFFERS, "gemm_recipe", "fp8_delayed", "fp8_calibrating"):
+            delattr(module, name)
+        cast(nn.Module, module).__class__ = nn.Linear if isinstance(module, nn.Linear) else Conv1D
+    return model
 
 
 def fp8_modules(model: nn.Module) -> dict[str, FP8Module]:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from transformers import PreTrainedModel
 
+from hf_fp8.adapters import follow_adapters
 from hf_fp8.config import FP8Config, keep_accelerate_from_converting, launch_mixed_precision
 from hf_fp8.gathering import WeightGather, shard_group
 from hf_fp8.linear import FP8_BUFFERS, FP8Module, fp8_modules
@@ -131,6 +132,7 @@ class FP8Plugin:
         if self.config.enabled:
             report = select(model, self.config, self.tokens)
             convert(model, report, self.config)
+            follow_adapters(model, lambda: self.weights.refresh() if self.weights else None)
         else:
             report = ConversionReport([], "off")
         report.notes += [*notes, *self._options()]

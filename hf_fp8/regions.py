@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from hf_fp8.config import FP8Config
 
 Blocks = list[tuple[str, nn.Module]]
+
+# Graphs of one kind of block: training and evaluation, static and dynamic lengths, sliding and full attention.
+GRAPHS_PER_KIND = 16
 
 
 def find_blocks(model: nn.Module) -> Blocks:
@@ -107,18 +110,36 @@ def compile_model(
         # Recomputation must not repeat Python side effects of the forward (pytorch/pytorch#166926).
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     if not regional:
-        model.compile(**options)
+        _compile(model, options)
         return f"compiled as a whole ({options['backend']})"
     if not blocks:
         raise ValueError(
             f"{type(model).__name__} has no repeated blocks to compile one by one. "
             "Pass --torch_compile_regional false to compile the whole model."
         )
+    # All modules share one entry to the compiler, hence one limit (8), and past it run eager. T5 needs more.
+    graphs = GRAPHS_PER_KIND * len({repr(block) for _, block in blocks})
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, graphs)
     for _, block in blocks:
-        block.compile(**options)
+        _compile(block, options)
     kinds = Counter(type(block).__name__ for _, block in blocks)
     return (
         "compiled by block: "
         + ", ".join(f"{n} {kind}" for kind, n in kinds.items())
         + f" ({options['backend']})"
     )
+
+
+def _compile(module: nn.Module, options: dict[str, Any]) -> None:
+    """`module.compile()`, except that a call with a KV cache runs eagerly.
+
+    Compiled, a cache makes one graph per layer and again per token that `generate` adds.
+    """
+    module.compile(**options)
+    compiled: Any = module._compiled_call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        cached = any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
+        return (module._call_impl if cached else compiled)(*args, **kwargs)
+
+    module._compiled_call_impl = call

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import cast
 
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
@@ -95,6 +96,16 @@ def _adapters(model: nn.Module) -> dict[str, str]:
         elif isinstance(module, AuxiliaryTrainingWrapper):
             roles.update({n: ADAPTER for n in _below(module, name)})
     return roles
+
+
+def read_by_adapters(model: nn.Module) -> set[str]:
+    """Modules whose weight an adapter reads itself (DoRA takes its norm), beside the call of the module."""
+    return {
+        _join(name, "base_layer")
+        for name, module in model.named_modules()
+        if isinstance(module, BaseTunerLayer)
+        and not (isinstance(module, LoraLayer) and not module.lora_variant)
+    }
 
 
 def _routers(model: nn.Module) -> dict[str, str]:

@@ -16,9 +16,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    StateDictType,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from hf_fp8.regions import no_split_classes
@@ -258,12 +266,34 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+# They mix whole tensors with DTensors, or read a DTensor as if it were whole (torchao 0.18, transformers 5.24); all
+# of bitsandbytes, too, which hands data pointers to its kernels.
+_NOT_SHARDED = {("transformers", "Adafactor"), ("torchao", "Adam4bit"), ("torchao", "AdamW4bit")}
+
+
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Every trainable parameter is in `optimizer` at most once, and none of its tensors is a stranger.
+    """Every trainable parameter is in `optimizer` at most once, none of its tensors is a stranger, and it can step.
 
     Raises:
         RuntimeError: naming the first parameter at fault.
+        ValueError: the optimizer is known to fail on sharded parameters.
     """
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    kind = type(optimizer)
+    library = kind.__module__.split(".")[0]
+    if isinstance(model, FSDPModule) and (library, kind.__name__) in _NOT_SHARDED | {
+        ("bitsandbytes", kind.__name__)
+    }:
+        raise ValueError(
+            f"{kind.__name__} ({library}) cannot step on parameters that FSDP2 shards. Use --optim adamw_torch_fused, "
+            "or adamw_torch_8bit to save memory, or train without sharding (accelerate_configs/ddp.yaml)."
+        )
+    if isinstance(model, FSDPModule) and library == "torchao" and _saves_whole_states():
+        raise ValueError(
+            f"A checkpoint of {kind.__name__} under fsdp_state_dict_type: FULL_STATE_DICT could be saved, but not "
+            "loaded again. Use SHARDED_STATE_DICT."
+        )
     names = named_parameter_objects(model)
     held = [p for group in optimizer.param_groups for p in group["params"]]
     strangers = sum(p not in names for p in held)
@@ -278,6 +308,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
             f"{len(missing)} trainable parameters are not in the optimizer and would never change, the first is "
             f"{missing[0]!r}. Give every parameter with requires_grad to the optimizer, or freeze it."
         )
+
+
+def _saves_whole_states() -> bool:
+    plugin: Any = AcceleratorState().fsdp_plugin
+    return plugin.state_dict_type == StateDictType.FULL_STATE_DICT
 
 
 class _NoInferenceMode:

@@ -6,17 +6,36 @@ All behaviour is in `FP8TrainerMixin`, which goes in front of any Trainer:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sized
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, save_fsdp_model, save_fsdp_optimizer
 from torch import nn
-from transformers import Trainer
+from torch.distributed.fsdp import StateDictType
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer_utils import rotate_checkpoints
 
 from hf_fp8.arguments import FP8ArgumentsMixin
 from hf_fp8.callbacks import AmaxSyncCallback, ThroughputCallback
-from hf_fp8.checkpoint import load_scaling, save_scaling
+from hf_fp8.checkpoint import (
+    dtypes_of,
+    from_rank_0,
+    full_state_dict,
+    has_model_files,
+    load_optimizer,
+    load_scaling,
+    load_weights,
+    masters_format,
+    on_rank_0,
+    reading_as,
+    refuse_sharded_save,
+    save_scaling,
+    unwrap,
+)
+from hf_fp8.completeness import begin_checkpoint, check_checkpoint, finish_checkpoint, newest_whole_checkpoint
 from hf_fp8.plugin import FP8Plugin
 from hf_fp8.selection import ConversionReport
 from hf_fp8.sharding import reshard
@@ -37,10 +56,14 @@ class FP8TrainerMixin:
     model: Any
     accelerator: Any
     optimizer: Any
+    lr_scheduler: Any
+    state: Any
     fp8_plugin: FP8Plugin
+    _fp8_dtypes: dict[str, torch.dtype]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.fp8_throughput = ThroughputCallback()
+        self._fp8_model: nn.Module | None = None
         super().__init__(*args, **kwargs)
         for callback in (self.fp8_throughput, AmaxSyncCallback(self.fp8_plugin)):
             self.add_callback(callback)  # type: ignore[attr-defined]
@@ -50,7 +73,7 @@ class FP8TrainerMixin:
                 f"{self.args.n_gpu} GPUs are visible to one process, which Trainer would serve with DataParallel. "
                 "Start the script with accelerate launch, or make one GPU visible."
             )
-        self.fp8_plugin.convert(self.accelerator, self.model)
+        self._fp8_convert(self.model)
 
     @property
     def fp8_report(self) -> ConversionReport:
@@ -82,7 +105,14 @@ class FP8TrainerMixin:
         """Convert (a model that `model_init` made anew), compile and shard the current model, once."""
         model = self.accelerator.unwrap_model(self.model)
         optimizers = [] if self.optimizer is None else [self.optimizer]
+        self._fp8_convert(model)
         self.fp8_plugin.prepare_model(self.accelerator, model, *optimizers)
+        refuse_sharded_save(model)
+
+    def _fp8_convert(self, model: nn.Module) -> None:
+        if model is not self._fp8_model:
+            self._fp8_model, self._fp8_dtypes = model, dtypes_of(model)  # before masters are upcast
+        self.fp8_plugin.convert(self.accelerator, model)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self._fp8_prepare()
@@ -103,14 +133,110 @@ class FP8TrainerMixin:
 
     # --- checkpoints ------------------------------------------------------------------------------------
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's. A checkpoint that was cut off is refused; `True` takes the newest whole one."""
+        if resume_from_checkpoint is True:
+            newest = from_rank_0(lambda: newest_whole_checkpoint(self.args.output_dir))
+            resume_from_checkpoint = newest or True
+        elif resume_from_checkpoint:
+            path = os.fspath(resume_from_checkpoint)
+            on_rank_0(lambda: check_checkpoint(path))
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write a model that `from_pretrained` opens, under FSDP2 for every state dict type. Call on all ranks."""
+        if not self.accelerator.is_fsdp2:
+            return super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        folder = output_dir or self.args.output_dir
+        state = full_state_dict(self.model, self._fp8_dtypes, keep=self.args.should_save)
+        if self.args.should_save:
+            self._save(folder, state_dict=state)  # type: ignore[attr-defined]
+            if isinstance(self.model, PreTrainedModel):
+                # save_pretrained has noted the dtype of the masters.
+                self.model.config.dtype = next(d for d in self._fp8_dtypes.values() if d.is_floating_point)
+                self.model.config.save_pretrained(folder)
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        run_dir = self._get_output_dir(trial=trial)  # type: ignore[attr-defined]
+        folder = os.path.join(run_dir, f"checkpoint-{self.state.global_step}")
+        if self.args.should_save:
+            begin_checkpoint(folder)
+        self.accelerator.wait_for_everyone()
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        finally:
+            self.args.save_total_limit = limit
+        self._fp8_finish_checkpoint(folder)
+        if self.args.should_save:  # only now: an older checkpoint must not go before this one is whole
+            rotate_checkpoints(run_dir, limit, self.state.best_model_checkpoint, use_mtime=True)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        self._fp8_finish_checkpoint(checkpoint_folder)
+        super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+
+    def _fp8_finish_checkpoint(self, folder: str) -> None:
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            finish_checkpoint(folder)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        if self.accelerator.is_fsdp2:
+            self._fp8_save_fsdp_state(output_dir)
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         if self.fp8_plugin.scaling is not None:
             save_scaling(self.fp8_plugin.scaling, output_dir, write=self.args.should_save)
 
+    def _fp8_save_fsdp_state(self, folder: str) -> None:
+        """As Trainer does, but for the weights, which are not written again if `save_model` wrote the same bits."""
+        plugin = self.accelerator.state.fsdp_plugin
+        whole_model = isinstance(self.model, PreTrainedModel)
+        written = whole_model and dtypes_of(self.model) == self._fp8_dtypes
+        if plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT or not written:
+            save_fsdp_model(plugin, self.accelerator, self.model, folder, adapter_only=True)
+        save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, folder)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(folder, SCHEDULER_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        folder, target = resume_from_checkpoint, unwrap(self.model if model is None else model)
+        masters = masters_format(folder) if self.accelerator.is_fsdp2 else None
+        if isinstance(target, PreTrainedModel) and masters is None and has_model_files(folder):
+            load_weights(target, folder)
+        else:
+            with reading_as(self.accelerator, masters):
+                super()._load_from_checkpoint(folder, model)  # type: ignore[misc]
+        if self.fp8_plugin.weights is not None:
+            self.fp8_plugin.weights.refresh()
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if isinstance(self.model, PreTrainedModel) and (masters_format(best) or has_model_files(best)):
+            self._load_from_checkpoint(best)
+            return
+        super()._load_best_model()  # type: ignore[misc]
+        if self.fp8_plugin.weights is not None:
+            self.fp8_plugin.weights.refresh()
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        if checkpoint is not None and self.fp8_plugin.scaling is not None:
+        if checkpoint is None:
+            return
+        present = [
+            name
+            for name in ("optimizer_0", "optimizer.bin", "optimizer.pt")
+            if os.path.exists(os.path.join(checkpoint, name))
+        ]
+        if present and (self.accelerator.is_fsdp2 or present != ["optimizer.pt"]):
+            load_optimizer(self.model, self.optimizer, checkpoint)
+            scheduler = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True)
+            self.lr_scheduler.load_state_dict(scheduler)
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if self.fp8_plugin.scaling is not None:
             load_scaling(self.fp8_plugin.scaling, checkpoint)
 
     # --- logs -------------------------------------------------------------------------------------------
