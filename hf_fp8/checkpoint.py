@@ -113,7 +113,7 @@ def refuse_sharded_save(model: nn.Module) -> None:
     """Make `model.save_pretrained(folder)` say what to do where it would fail on the shards."""
     if not isinstance(model, FSDPModule) or not isinstance(model, PreTrainedModel | PeftModel):
         return
-    save: Callable[..., None] = model.save_pretrained
+    save = cast(Any, model).save_pretrained
 
     def save_pretrained(*args: Any, **kwargs: Any) -> None:
         if len(args) < 3 and kwargs.get("state_dict") is None:
@@ -226,12 +226,13 @@ def load_weights(model: PreTrainedModel, folder: str | Path) -> None:
     if not isinstance(model, FSDPModule):
         model.load_state_dict(read())
         return
+    sharded: Any = model
     full: dict[str, Any] = on_rank_0(read) or {}
     offload = any(
-        p.device.type != p.device_mesh.device_type for p in model.parameters() if isinstance(p, DTensor)
+        p.device.type != p.device_mesh.device_type for p in sharded.parameters() if isinstance(p, DTensor)
     )
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload)
-    set_model_state_dict(model, full, options=options)
+    set_model_state_dict(sharded, full, options=options)
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from transformers import PreTrainedModel
 
 from hf_fp8.adapters import follow_adapters
+from hf_fp8.checkpoint import refuse_sharded_save
 from hf_fp8.config import FP8Config, keep_accelerate_from_converting, launch_mixed_precision
 from hf_fp8.gathering import WeightGather, shard_group
 from hf_fp8.linear import FP8_BUFFERS, FP8Module, fp8_modules
@@ -149,15 +150,15 @@ class FP8Plugin:
         fsdp = accelerator.state.fsdp_plugin if accelerator.distributed_type == DistributedType.FSDP else None
         if fsdp is not None and fsdp.activation_checkpointing and accelerator.is_fsdp2:
             checkpoint_activations(model, self._blocks, offload=fsdp.activation_checkpointing_offload)
-            fsdp.activation_checkpointing = fsdp.activation_checkpointing_offload = (
-                False  # done: not once more
-            )
+            # Done: Accelerate must not do it once more.
+            fsdp.activation_checkpointing = fsdp.activation_checkpointing_offload = False
             notes.append("activation checkpointing on every block")
         self._compile(accelerator, model)
         if accelerator.is_fsdp2:
             before = named_parameter_objects(model)
             notes.append(shard_model(model, accelerator))
             leave_inference_mode(model)
+            refuse_sharded_save(model)
             for optimizer in optimizers:
                 remap_optimizer(optimizer, before, model)
         elif self.config.enabled and self.config.all_gather == "on":

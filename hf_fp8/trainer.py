@@ -31,7 +31,6 @@ from hf_fp8.checkpoint import (
     masters_format,
     on_rank_0,
     reading_as,
-    refuse_sharded_save,
     save_scaling,
     unwrap,
 )
@@ -107,7 +106,6 @@ class FP8TrainerMixin:
         optimizers = [] if self.optimizer is None else [self.optimizer]
         self._fp8_convert(model)
         self.fp8_plugin.prepare_model(self.accelerator, model, *optimizers)
-        refuse_sharded_save(model)
 
     def _fp8_convert(self, model: nn.Module) -> None:
         if model is not self._fp8_model:
