@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 from transformers import HfArgumentParser, get_cosine_schedule_with_warmup
 
 from hf_fp8 import FP8Config, FP8Plugin
+from runs import fp8_gpu
 from text_data import DataArguments, byte_llama, lm_datasets
 
 
@@ -56,10 +57,9 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoade
 
 def main() -> None:
     args, data_args = HfArgumentParser((LoopArguments, DataArguments)).parse_args_into_dataclasses()
-    fp8_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
     config = FP8Config.from_launch(
         recipe=args.recipe,
-        emulate=None if fp8_gpu else True,
+        emulate=None if fp8_gpu() else True,
         convert_small=True,  # the small model is here to be checked, not to gain speed
     )
     plugin = FP8Plugin(config)

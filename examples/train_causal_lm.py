@@ -36,6 +36,7 @@ from transformers import (
 )
 
 from hf_fp8 import FP8Trainer, FP8TrainingArguments
+from runs import fp8_gpu
 from text_data import DataArguments, byte_llama, lm_datasets
 
 RELOAD_TOLERANCE = 0.05  # the checkpoint runs without FP8, so its loss differs by the rounding of the GEMMs
@@ -55,11 +56,6 @@ class ModelArguments:
     tokenizer_name: Optional[str] = field(  # noqa: UP045
         default=None, metadata={"help": "Tokenizer, where it is not the model's or the configuration's own."}
     )
-
-
-def fp8_gpu() -> bool:
-    """Whether the GPU of this process has FP8 tensor cores (Ada, Hopper, Blackwell)."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
 def parse_arguments() -> tuple[ModelArguments, DataArguments, FP8TrainingArguments]:
