@@ -12,6 +12,9 @@ Modes, each a full training step (forward, backward, clipping, fused AdamW) on r
     ours[:recipe,...]  `FP8Trainer`; options as in ours:delayed,head=off
     loop[:recipe,...]  the same through `FP8Plugin` in a bare loop: what Trainer's own work costs on top
 
+`--profile` adds where the GPU time goes: GEMMs, casts, attention, optimizer, and the delayed recipe's work after
+the optimizer step, in three more steps that do not count.
+
 The modes take turns, `--rounds` times. The clock is read on the GPU at the end of each step and waited for
 only around the measured window; what Trainer itself waits for (it looks at every loss) counts. Times depend
 on the machine; compare the ratios.
@@ -27,7 +30,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -57,6 +60,7 @@ from transformers import (
 )
 
 from hf_fp8 import FP8Plugin, FP8Trainer, FP8TrainingArguments
+from kernel_times import KernelTimes
 from runs import Run, clean_start, environment, fp8_gpu, parse_runs, peak_gib, print_rows
 
 _LLAMA3: dict[str, Any] = {
@@ -67,6 +71,7 @@ _LLAMA3: dict[str, Any] = {
 }
 SHAPES: dict[str, PreTrainedConfig] = {
     "llama3-8b-8l": LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=8, **_LLAMA3),
+    "llama3-8b": LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, **_LLAMA3),
     "llama3.2-1b": LlamaConfig(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, tie_word_embeddings=True, **_LLAMA3
     ),
@@ -90,6 +95,7 @@ SHAPES: dict[str, PreTrainedConfig] = {
     ),
 }
 TAIL = 2  # steps after the measured window, whose logged losses may wait for the GPU
+PROFILED = 3  # steps under the profiler, the last ones
 CUDA = torch.cuda.is_available()
 
 
@@ -117,6 +123,7 @@ class Arguments:
     steps: int = field(default=12, metadata={"help": "Measured steps of a mode in a round."})
     rounds: int = field(default=2, metadata={"help": "How often the modes take turns."})
     output: str = field(default="outputs/benchmark.json", metadata={"help": "JSON file of the results."})
+    profile: bool = field(default=False, metadata={"help": "Show where the GPU time goes."})
     plot: bool = field(default=False, metadata={"help": "Draw a PNG beside the JSON file."})
     smoke: bool = field(default=False, metadata={"help": "Tiny model, few steps: a test of this script."})
 
@@ -126,10 +133,12 @@ class Arguments:
             self.warmup, self.steps, self.rounds = 1, 3, 1
         if min(self.warmup, self.steps, self.rounds) < 1:
             raise ValueError("--warmup, --steps and --rounds must be at least 1.")
+        if self.profile and not CUDA:
+            raise ValueError("--profile shows times of GPU kernels; it needs a GPU.")
 
     @property
     def total_steps(self) -> int:
-        return self.warmup + self.steps + TAIL
+        return self.warmup + self.steps + TAIL + PROFILED * self.profile
 
 
 class RandomTokens(Dataset):
@@ -149,8 +158,10 @@ class RandomTokens(Dataset):
 class Clock:
     """Times of step ends: events on the GPU's own timeline, so that reading them costs no synchronisation."""
 
-    def __init__(self, warmup: int, steps: int) -> None:
-        self.warmup, self.steps = warmup, steps
+    def __init__(self, args: Arguments) -> None:
+        self.warmup, self.steps, self.last = args.warmup, args.steps, args.total_steps
+        self.kernels = KernelTimes() if args.profile else None
+        self._profiling = ExitStack()
         self.marks: list[Any] = []
         self.started = time.perf_counter()
         self.startup = 0.0
@@ -164,6 +175,10 @@ class Clock:
             self.startup = time.perf_counter() - self.started
         if self.warmup <= step <= self.warmup + self.steps:
             self.marks.append(self._now())
+        if self.kernels is not None and step == self.last - PROFILED:
+            self._profiling.enter_context(self.kernels.measured(PROFILED))
+        if step == self.last:
+            self._profiling.close()
 
     def milliseconds(self) -> list[float]:
         """Of each measured step."""
@@ -245,7 +260,7 @@ def training_values(args: Arguments) -> dict[str, Any]:
 
 
 def measure_trainer(trainer: Trainer, args: Arguments) -> dict[str, Any]:
-    clock = Clock(args.warmup, args.steps)
+    clock = Clock(args)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ClockCallback(clock))
     trainer.train()
@@ -254,7 +269,10 @@ def measure_trainer(trainer: Trainer, args: Arguments) -> dict[str, Any]:
 
 
 def result(clock: Clock, loss_first: float, loss_last: float) -> dict[str, Any]:
-    return {
+    profiled = {} if clock.kernels is None else {"kernel_ms": clock.kernels.by_kind}
+    if clock.kernels is not None:
+        profiled["after_step_ms"] = clock.kernels.by_label
+    return profiled | {
         "step_ms": clock.milliseconds(),
         "startup_s": clock.startup,
         "peak_gib": peak_gib(),
@@ -329,7 +347,7 @@ def measure_loop(run: Run, args: Arguments, data: Dataset) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0, fused=True)
     loader = DataLoader(data, batch_size=args.batch, pin_memory=CUDA)
     model.train()
-    clock = Clock(args.warmup, args.steps)
+    clock = Clock(args)
     model, optimizer, loader = plugin.prepare(accelerator, model, optimizer, loader)
     first = last = torch.zeros(())
     step = 0
@@ -419,6 +437,23 @@ def print_table(modes: dict[str, dict[str, Any]]) -> None:
             print(f"\nTrainer over a bare loop ({name}): {mode['median_ms'] / loop['median_ms'] - 1:+.1%}")
 
 
+def print_profile(modes: dict[str, dict[str, Any]]) -> None:
+    """GPU milliseconds a step by kind of kernel, and of the work after the optimizer step in % of the step."""
+    profiled = {name: mode for name, mode in modes.items() if "kernel_ms" in mode}
+    for key, title, unit in (("kernel_ms", "GPU ms a step", "ms"), ("after_step_ms", "after the step", "%")):
+        kinds = sorted({kind for mode in profiled.values() for kind in mode[key]})
+        rows = []
+        for kind in kinds:
+            times = [mode[key].get(kind, 0.0) for mode in profiled.values()]
+            shares = [time / mode["median_ms"] for time, mode in zip(times, profiled.values())]
+            rows.append(
+                (kind, *([f"{t:.1f}" for t in times] if unit == "ms" else [f"{s:.2%}" for s in shares]))
+            )
+        if rows:
+            print()
+            print_rows((title, *profiled), rows)
+
+
 def draw(modes: dict[str, dict[str, Any]], title: str, path: Path) -> None:
     """Bars of tokens per second, with the ratio to bf16."""
     import matplotlib
@@ -478,6 +513,7 @@ def main() -> None:
         + ", ".join(f"{name} {value}" for name, value in facts.items() if name != "device")
     )
     print_table(modes)
+    print_profile(modes)
     if args.plot:
         draw(modes, title, output.with_suffix(".png"))
     sys.exit(any("error" in mode for mode in modes.values()))

@@ -57,8 +57,8 @@ class Arguments:
     layers: int = field(default=12, metadata={"help": "Blocks."})
     heads: int = field(default=16, metadata={"help": "Attention heads."})
     steps: int = field(default=2000, metadata={"help": "Optimizer steps of a run."})
-    batch: int = field(default=16, metadata={"help": "Sequences in a step."})
-    seq: int = field(default=1024, metadata={"help": "Bytes in a sequence."})
+    batch: int = field(default=8, metadata={"help": "Sequences in a step."})
+    seq: int = field(default=512, metadata={"help": "Bytes in a sequence."})
     learning_rate: float = field(default=6e-4, metadata={"help": "Peak learning rate, cosine to a tenth."})
     warmup: int = field(default=100, metadata={"help": "Warm-up steps."})
     final_steps: int = field(
@@ -286,8 +286,8 @@ def main() -> None:
             print(f"Time limit: {run.name} and what follows wait for another call with --resume.")
             break
         runs[run.name] = train(run, args, train_set, held_out)
-        compare(runs)
         output.write_text(json.dumps(record) + "\n")
+    compare(runs)
     draw(runs, args.steps, output.with_suffix(".png"))
     print_table(runs)
     print(f"\n{len(train_bytes) / 1e6:.1f} MB of text; written: {output}, {output.with_suffix('.png')}")

@@ -80,17 +80,24 @@ class Scaled(NamedTuple):
         return Scaled(self.data.t(), self.scale.t() if self.scale.ndim else self.scale)
 
 
-def quantize(value: Tensor, dtype: torch.dtype, *, dim: int | None = None) -> Scaled:
+def quantize(value: Tensor, dtype: torch.dtype, *, dim: int | None = None, columns: bool = False) -> Scaled:
     """Cast a 2-D tensor to `dtype` with the scale of its own largest magnitude.
 
     `dim`: the contracted axis, for one scale per row of the other axis (rounded down to a power of two, as
     torchao's rowwise recipe does); None for one scale.
+    `columns`: column-major, as the second operand of a GEMM. For a cast that nobody else reads: Inductor then writes
+    it in that order at once.
     """
     magnitude = value.abs()
     # Row by row first: Inductor can fuse that reduction with the producer of `value` (DESIGN D3).
     amax = magnitude.amax(-1).amax() if dim is None else magnitude.amax(dim, keepdim=True)
     scale = amax_to_scale(amax, dtype, dim is not None)
-    return Scaled(to_fp8_saturated(value.float() * scale, dtype), scale)
+    data = cast_saturating(value, scale, dtype)
+    return Scaled(_column_major(data) if columns else data, scale)
+
+
+def _column_major(data: Tensor) -> Tensor:
+    return data.t().contiguous().t()
 
 
 def gemm(a: Scaled, b: Scaled, out_dtype: torch.dtype, *, fast: bool, emulate: bool) -> Tensor:
@@ -135,14 +142,15 @@ class _FP8Matmul(torch.autograd.Function):
         dy = quantize(dy_MN, recipe.grad_dtype, dim=row)
         if ctx.needs_input_grad[0]:
             # The high-precision grad_weight recipe scales the weight as a whole here, as torchao's does.
-            w = _weight(*weight, dim=0 if recipe.rowwise and not recipe.grad_weight_hp else None)
+            by_column = recipe.rowwise and not recipe.grad_weight_hp
+            w = _weight(*weight, dim=0 if by_column else None, columns=True)
             dx_MK = gemm(dy, w, dy_MN.dtype, fast=False, emulate=recipe.emulate)
         if ctx.needs_input_grad[1]:
             if recipe.grad_weight_hp:
                 dw_NK = dy_MN.t() @ x_MK
             elif recipe.rowwise:
                 dy_by_output = quantize(dy_MN, recipe.grad_dtype, dim=0).t()
-                x_by_input = quantize(x_MK, E4M3, dim=0)
+                x_by_input = quantize(x_MK, E4M3, dim=0, columns=True)
                 dw_NK = gemm(dy_by_output, x_by_input, dy_MN.dtype, fast=False, emulate=recipe.emulate)
             else:
                 x = Scaled(x_data, x_scale)
@@ -187,8 +195,8 @@ class _FP8DelayedMatmul(torch.autograd.Function):
         dx_MK = dw_NK = None
         dy = _delayed_cast(dy_MN, E5M2, ctx.dy_scale, ctx.dy_amax, record=True, calibrating=ctx.calibrating)
         if ctx.needs_input_grad[0]:
-            w = Scaled(cast_saturating(w_data, w_scale, E4M3) if ctx.cast_weight else w_data, w_scale)
-            dx_MK = gemm(dy, w, dy_MN.dtype, fast=False, emulate=emulate)
+            w = _column_major(cast_saturating(w_data, w_scale, E4M3)) if ctx.cast_weight else w_data
+            dx_MK = gemm(dy, Scaled(w, w_scale), dy_MN.dtype, fast=False, emulate=emulate)
         if ctx.needs_input_grad[1]:
             dw_NK = gemm(dy.t(), Scaled(x_data, x_scale), dy_MN.dtype, fast=False, emulate=emulate)
         return dx_MK, dw_NK, *(None,) * 9
@@ -222,8 +230,8 @@ def _saved(w_NK: Tensor) -> tuple[Tensor, ...]:
     return (w_NK,)
 
 
-def _weight(data: Tensor, scale: Tensor | None = None, *, dim: int | None) -> Scaled:
-    return quantize(data, E4M3, dim=dim) if scale is None else Scaled(data, scale)
+def _weight(data: Tensor, scale: Tensor | None = None, *, dim: int | None, columns: bool = False) -> Scaled:
+    return quantize(data, E4M3, dim=dim, columns=columns) if scale is None else Scaled(data, scale)
 
 
 # Buffers that the FP8 state of a module lives in (see scaling.py). None until something fills them.

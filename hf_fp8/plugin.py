@@ -31,10 +31,10 @@ from hf_fp8.scaling import ScalingState, WeightScales
 from hf_fp8.selection import ConversionReport, convert, select
 from hf_fp8.sharding import (
     check_optimizer,
-    leave_inference_mode,
     named_parameter_objects,
     remap_optimizer,
     reshard,
+    set_forward_modes,
     set_mixed_precision_policy,
     shard_model,
     upcast_masters,
@@ -70,7 +70,7 @@ class FP8Plugin:
         """The delayed recipe's state."""
         self._model: nn.Module | None = None
         self._blocks: Blocks = []
-        self._compiled: str | None = None
+        self._compiled = False
         self._calibration = ExitStack()
         self._finished = False
         if self.config.enabled and launch_mixed_precision() == "fp16":
@@ -157,7 +157,7 @@ class FP8Plugin:
         if accelerator.is_fsdp2:
             before = named_parameter_objects(model)
             notes.append(shard_model(model, accelerator))
-            leave_inference_mode(model)
+            set_forward_modes(model, accelerator)
             refuse_sharded_save(model)
             for optimizer in optimizers:
                 remap_optimizer(optimizer, before, model)
@@ -197,7 +197,7 @@ class FP8Plugin:
         )
         dynamo.backend = DynamoBackend.NO  # done: Accelerate must not compile on top
         self.report.notes.append(note)
-        self._compiled = options["backend"]
+        self._compiled = True
 
     def _scale_once_per_step(self, accelerator: Accelerator, model: nn.Module) -> None:
         """Gather hooks, weight scales and the delayed recipe's state."""
@@ -219,7 +219,6 @@ class FP8Plugin:
             accelerator.device,
             shard_group(model) if gather else None,
             keep_fp8=cached,
-            compile_cast=self._compiled if cached else None,
             on_change=gather.attach if gather else None,
         )
         if delayed:

@@ -17,15 +17,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
 from hf_fp8.config import FP8Config
-from hf_fp8.linear import E4M3, E5M2, FP8Module, cast_saturating
+from hf_fp8.linear import E4M3, E5M2, FP8Module
+from hf_fp8.multi_cast import MultiCast
 
 logger = logging.getLogger(__name__)
 
@@ -61,16 +63,13 @@ class WeightScales:
         group: Group = None,
         *,
         keep_fp8: bool = False,
-        compile_cast: str | None = None,
         on_change: Callable[[dict[str, Tensor]], None] | None = None,
     ) -> None:
         self.modules, self.device, self.group = modules, device, group
         self.on_change = on_change
         self._versions: tuple[tuple[int, int], ...] = ()
         self._shards: dict[str, Tensor] = {}
-        self._cast = (
-            torch.compile(_cast_into, dynamic=True, backend=compile_cast) if compile_cast else _cast_into
-        )
+        self._cast = MultiCast()
         for module in modules.values():
             module.fp8_weight_scale = torch.ones((), device=device)
             if keep_fp8:
@@ -109,23 +108,24 @@ class WeightScales:
         """Largest magnitude of this rank's part of each weight: fp32, shape (modules,). An empty part counts as 0."""
         parts = [w._local_tensor if isinstance(w, DTensor) else w for w in self.weights]
         norms = torch._foreach_norm([p if p.numel() else p.new_zeros(1) for p in parts], torch.inf)
-        return torch.stack([norm.float() for norm in norms]).to(self.device)
+        return torch.stack(norms).to(self.device, torch.float32)
 
     @torch.no_grad()
     def apply(self, amax: Tensor) -> None:
         """Set the scales of these amaxes, fp32 (modules,), and cast the copies of weights that have changed."""
-        modules = self.modules.values()
-        scales = [module.fp8_weight_scale for module in modules]
-        torch._foreach_copy_(scales, list(scale_of(amax, E4M3).unbind()))
+        modules = list(self.modules.values())
+        scales = scale_of(amax, E4M3)
+        torch._foreach_copy_([module.fp8_weight_scale for module in modules], list(scales.unbind()))
         before, self._versions = self._versions or (None,) * len(modules), self._current_versions()
-        for module, old, new in zip(modules, before, self._versions, strict=True):
-            # Frozen weights are cast once and for all. (A fused optimizer changes weights without a new version.)
-            if module.fp8_weight is not None and (module.weight.requires_grad or old != new):
-                copy, weight = module.fp8_weight, module.weight.detach()
-                if copy.is_contiguous() and weight.is_contiguous():
-                    self._cast(copy.view(-1), weight.view(-1), module.fp8_weight_scale)
-                else:
-                    _cast_into(copy, weight, module.fp8_weight_scale)
+        # Frozen weights are cast once and for all. (A fused optimizer changes weights without a new version.)
+        stale = [
+            module
+            for module, old, new in zip(modules, before, self._versions, strict=True)
+            if module.fp8_weight is not None and (module.weight.requires_grad or old != new)
+        ]
+        if len(stale) < len(modules):
+            scales = torch.stack([module.fp8_weight_scale for module in stale] or [scales.new_zeros(())])
+        self._cast([m.weight.detach() for m in stale], [cast(Tensor, m.fp8_weight) for m in stale], scales)
         if self.on_change is not None:
             self.on_change(self._shards)
 
@@ -167,18 +167,28 @@ class ScalingState:
     @torch.no_grad()
     def sync(self) -> None:
         """After an optimizer step: share all amaxes (one all-reduce MAX), roll the history, set the scales."""
-        recorded, weights = self._shared_amaxes(self.weights.local_amax())
+        with record_function("hf_fp8: amax of weights"):
+            weights = self.weights.local_amax()
+        with record_function("hf_fp8: amax sync"):
+            weights = self._sync(weights)
+        with record_function("hf_fp8: weight casts"):
+            self.weights.apply(weights)
+        if self.calibrating:
+            self._set_calibrating(False)
+
+    def _sync(self, weights: Tensor) -> Tensor:
+        """All but the weights, whose amaxes this rank gives and whose shared ones it gets."""
+        recorded, weights = self._shared_amaxes(weights)
         torch._foreach_zero_(self._buffers_of("amax"))
-        self._count(recorded)
+        scales = self.scales()
+        self._count(recorded, scales)
         # NaN or Inf must not poison the history: the newest finite value stands in.
         finite = torch.where(recorded.isfinite(), recorded, self.history[:, :, 0])
         self.history = torch.cat([finite.unsqueeze(-1), self.history[:, :, :-1]], dim=-1)
         self.step += 1
         self.steps_since_log += 1
-        self._set_scales(self.history.amax(-1))
-        self.weights.apply(weights)
-        if self.calibrating:
-            self._set_calibrating(False)
+        self._set_scales(self.history.amax(-1), scales)
+        return weights
 
     @torch.no_grad()
     def end_calibration(self) -> None:
@@ -187,7 +197,7 @@ class ScalingState:
         They stay recorded, so that the optimizer step's `sync` sees the whole window.
         """
         recorded, _ = self._shared_amaxes(None)
-        self._set_scales(recorded.nan_to_num(0.0, posinf=0.0))
+        self._set_scales(recorded.nan_to_num(0.0, posinf=0.0), self.scales())
         self._set_calibrating(False)
 
     def _shared_amaxes(self, weights: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -204,11 +214,11 @@ class ScalingState:
             dist.all_reduce(weights, op=dist.ReduceOp.MAX, group=self.weights.group)
         return local.view(2, -1), weights
 
-    def _set_scales(self, amax: Tensor) -> None:
+    def _set_scales(self, amax: Tensor, scales: Tensor) -> None:
         margin = self.config.amax_margin
         fresh = torch.stack([scale_of(amax[0], E4M3, margin), scale_of(amax[1], E5M2, margin)])
         # A layer that has seen nothing but zeros (or nothing at all) keeps its scale.
-        fresh = torch.where(amax > 0, fresh, self.scales())
+        fresh = torch.where(amax > 0, fresh, scales)
         torch._foreach_copy_(self._buffers_of("scale"), list(fresh.view(-1).unbind()))
 
     def scales(self) -> Tensor:
@@ -217,7 +227,8 @@ class ScalingState:
 
     def _buffers_of(self, kind: str) -> list[Tensor]:
         """All input buffers, then all gradient buffers."""
-        return [getattr(m, f"fp8_{role}_{kind}") for role in ("input", "grad") for m in self.modules.values()]
+        names = (f"fp8_input_{kind}", f"fp8_grad_{kind}")
+        return [cast(Tensor, m._buffers[name]) for name in names for m in self.modules.values()]
 
     def _set_calibrating(self, on: bool) -> None:
         self.calibrating = on
@@ -228,8 +239,8 @@ class ScalingState:
 
     # --- what is reported -------------------------------------------------------------------------------
 
-    def _count(self, recorded: Tensor) -> None:
-        excess = recorded * self.scales() / self.fp8_max
+    def _count(self, recorded: Tensor, scales: Tensor) -> None:
+        excess = recorded * scales / self.fp8_max
         if self.calibrating:  # exact scales: nothing saturated
             excess = torch.zeros_like(excess)
         self.saturated += (excess > 1.0 + 1e-6) & recorded.isfinite()
@@ -241,8 +252,8 @@ class ScalingState:
         if not self.steps_since_log:
             return {}
         names = list(self.modules)
-        saturated, excess = self.saturated.tolist(), self.excess.tolist()
-        nonfinite = self.nonfinite.tolist()
+        counts = torch.stack([self.saturated.double(), self.excess.double(), self.nonfinite.double()])
+        saturated, excess, nonfinite = counts.tolist()  # one wait
         values: dict[str, Any] = {
             "fp8/saturated_layers": sum(bool(i or g) for i, g in zip(*saturated, strict=True)),
         }
@@ -265,7 +276,9 @@ class ScalingState:
                 )
             for name, step in zip(names, nonfinite[role], strict=True):
                 if step:
-                    logger.warning("FP8 %s of %s held NaN or Inf at optimizer step %d.", label, name, step)
+                    logger.warning(
+                        "FP8 %s of %s held NaN or Inf at optimizer step %d.", label, name, int(step)
+                    )
         self.saturated.zero_()
         self.excess.zero_()
         self.nonfinite.zero_()
@@ -320,11 +333,6 @@ class ScalingState:
 
 
 _ROLES = ("input", "output gradient")
-
-
-# On flat views, so that one dynamic graph serves weights of all shapes.
-def _cast_into(copy: Tensor, weight: Tensor, scale: Tensor) -> None:
-    copy.copy_(cast_saturating(weight, scale, E4M3))
 
 
 def _all_ranks(value: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ are mapped by identity, never by data pointer (0 for an empty shard).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -315,20 +317,29 @@ def _saves_whole_states() -> bool:
     return plugin.state_dict_type == StateDictType.FULL_STATE_DICT
 
 
-class _NoInferenceMode:
-    """In front of an FSDP2 root: a forward under `torch.inference_mode` runs under `no_grad` instead.
+class _Root:
+    """In front of an FSDP2 root: its forward runs in the modes that one process or DDP would run it in."""
 
-    FSDP2 allocates what it gathers at the first forward and keeps it; made in inference mode, it would
-    break every later training step (pytorch/pytorch#197327).
-    """
+    autocast: Callable[[], AbstractContextManager[None]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_inference_mode_enabled():
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        with torch.inference_mode(False), torch.no_grad():
+        with ExitStack() as modes:
+            if torch.is_inference_mode_enabled():
+                modes.enter_context(torch.inference_mode(False))
+                modes.enter_context(torch.no_grad())
+            modes.enter_context(self.autocast())
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
-def leave_inference_mode(model: nn.Module) -> None:
-    """Let `model`, an FSDP2 root, be called under `torch.inference_mode` without harm to later training."""
-    model.__class__ = type(type(model).__name__, (_NoInferenceMode, type(model)), {})
+def set_forward_modes(model: nn.Module, accelerator: Accelerator) -> None:
+    """Call `model`, an FSDP2 root, under bf16 autocast, and never in inference mode.
+
+    Autocast computes losses and norms in fp32 where bf16 goes in. Without it a model that hands bf16 logits to
+    `cross_entropy` (BERT, T5, ViT) returns a loss on the bf16 grid, 1/64 near 5.
+
+    FSDP2 allocates what it gathers at the first forward and keeps it; made under `torch.inference_mode`, it would
+    break every later training step (pytorch/pytorch#197327). Such a forward runs under `no_grad` instead.
+    """
+    low = accelerator.state.fsdp_plugin.mixed_precision_policy.param_dtype == torch.bfloat16
+    modes = {"autocast": staticmethod(accelerator.autocast if low else nullcontext)}
+    model.__class__ = type(type(model).__name__, (_Root, type(model)), modes)

@@ -157,6 +157,8 @@ class Facts:
     """Parameters that training did not change."""
     losses: list[float]
     evaluation: float
+    loss: torch.Tensor
+    """As the model returns it."""
     logits: torch.Tensor
     """Of the evaluation data."""
     weights: dict[str, torch.Tensor]
@@ -179,18 +181,26 @@ def train(folder: str, name: str, rank0_loads: bool = False) -> Facts:
     trainer.save_model(folder)
     logits = trainer.predict(trainer.eval_dataset, ignore_keys=NOT_LOGITS).predictions
     weights = gathered(model)
+    with torch.no_grad():
+        loss = trainer.model(**batch_of(data)).loss
     return Facts(
         sharded=isinstance(model, FSDPModule),
         differing={n for n, t in {**initial, **buffers}.items() if not torch.equal(t, prepared[n])},
         unchanged={n for n, _ in model.named_parameters() if torch.equal(weights[n], initial[n])},
         losses=models.losses(trainer),
         evaluation=trainer.evaluate()["eval_loss"],
+        loss=loss,
         logits=torch.from_numpy(logits),
         weights=weights,
         converted=len(fp8_modules(model)),
         kept=dict(Counter(row.reason for row in trainer.fp8_report.rows if not row.converted)),
         tied=len(weights) - len(list(model.parameters())),
     )
+
+
+def batch_of(data: models.Data) -> dict[str, torch.Tensor]:
+    """The first eight examples."""
+    return {key: torch.stack([torch.as_tensor(row[key]) for row in data[:8]]) for key in data[0]}
 
 
 def copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -208,6 +218,7 @@ def check(each: Facts, name: str, folder: Path) -> None:
     assert each.converted == expected.converted and each.kept == expected.kept
     assert all(n.startswith(tuple(expected.unused or ["-"])) for n in each.unchanged)
     assert each.logits.isfinite().all()
+    assert each.loss.dtype == torch.float32 and each.loss != each.loss.bfloat16()  # a grid of 1/64 near 5
     assert len(each.losses) == 3 and each.evaluation < each.losses[0]
     # Whoever opens the files gets the same weights, and about the same logits without FP8.
     model = expected.task.from_pretrained(folder)
@@ -215,10 +226,8 @@ def check(each: Facts, name: str, folder: Path) -> None:
     assert plain.keys() == each.weights.keys()
     assert all(torch.equal(plain[n], weight) for n, weight in each.weights.items())
     assert len(plain) - len(list(model.parameters())) == each.tied
-    data = examples(expected.data)[:8]
-    batch = {key: torch.stack([torch.as_tensor(row[key]) for row in data]) for key in data[0]}
     with torch.no_grad():
-        logits = model(**batch).logits
+        logits = model(**batch_of(examples(expected.data))).logits
     # With experts, a token at the border between two goes to another one.
     tolerance = 0.3 if EXPERTS.keys() <= expected.kept.keys() else 0.15
     error = torch.linalg.vector_norm(logits - each.logits) / torch.linalg.vector_norm(logits)

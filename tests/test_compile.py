@@ -48,9 +48,7 @@ def launch(
 
 def check_compiled(found: dict[str, Any], recipe: str, layers: int = 2, most: int = 2) -> None:
     assert found["compiled"] == [f"model.layers.{i}" for i in range(layers)]
-    casts = found["frames"].pop("_cast_into", 0)  # the delayed recipe's weight cast, once per shape
-    assert casts <= 4
-    assert 1 <= sum(found["frames"].values()) <= most and found["graphs"] - casts <= most
+    assert 1 <= sum(found["frames"].values()) <= most and found["graphs"] <= most
     # The delayed recipe runs its first micro-batch eagerly, and recomputes it.
     assert found["eager"] == (2 * 7 * layers if recipe == "delayed" else 0)
     assert found["breaks"] == {} and found["limit"] == {}

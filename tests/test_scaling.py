@@ -24,9 +24,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 import models
 from gloo import forget_accelerate
 from hf_fp8 import FP8Config, FP8Plugin, FP8Trainer, FP8TrainingArguments
-from hf_fp8 import scaling as scaling_module
 from hf_fp8.checkpoint import SCALING_FILE
-from hf_fp8.linear import FP8_BUFFERS, FP8Module, fp8_modules
+from hf_fp8.linear import E4M3, FP8_BUFFERS, FP8Module, cast_saturating, fp8_modules
+from hf_fp8.multi_cast import MultiCast
 from hf_fp8.scaling import ScalingState, scale_of
 
 FP8_MAX = {torch.float8_e4m3fn: 448, torch.float8_e5m2: 57344}
@@ -859,17 +859,61 @@ def test_frozen_weights_are_cast_once_and_trained_ones_every_step(tmp_path: Path
     model.model.layers[0].requires_grad_(False)
     trainer = models.trainer(str(tmp_path), model, fp8_recipe="delayed", max_steps=4)
     cast: Counter[str] = Counter()
-    names = {id(module): name for name, module in fp8_modules(model).items()}
-    original = scaling_module._cast_into
+    original = MultiCast.__call__
 
-    def counted(copy: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> None:
-        owner = next(m for m in fp8_modules(model).values() if m.fp8_weight_scale is scale)
-        cast[names[id(owner)]] += 1
-        original(copy, weight, scale)
+    def counted(
+        self: MultiCast, sources: list[torch.Tensor], targets: list[torch.Tensor], scales: torch.Tensor
+    ) -> None:
+        names = {id(module.fp8_weight): name for name, module in fp8_modules(model).items()}
+        cast.update(names[id(target)] for target in targets)
+        original(self, sources, targets, scales)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scaling_module, "_cast_into", counted)
+        patch.setattr(MultiCast, "__call__", counted)
         trainer.train()
     assert cast
     for name, times in cast.items():
         assert times == (1 if name in frozen else 5), name  # before the first forward, then after each step
+
+
+def weights_to_cast(device: str) -> list[torch.Tensor]:
+    """Sizes around the kernel's chunks, two dtypes, and the values that casts get wrong."""
+    shapes = [(64, 48), (1, 17), (300, 1024), (129, 513), (0, 16)]
+    weights = [3 * torch.randn(shape, device=device) for shape in shapes]
+    weights += [weight.bfloat16() for weight in weights[:3]] + [weights[2].t()]
+    weights[0].view(-1)[:5] = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e-9, 448.0])
+    return weights
+
+
+def check_multi_cast(device: str) -> None:
+    weights = weights_to_cast(device)
+    copies = [torch.empty_like(weight, dtype=E4M3) for weight in weights]
+    cast = MultiCast()
+    for _ in range(2):  # the second time with what it remembers of the first
+        scales = torch.rand(len(weights), device=device) * 100 + 1
+        cast(weights, copies, scales)
+        for weight, copy, scale in zip(weights, copies, scales):
+            right = cast_saturating(weight, scale, E4M3)
+            assert torch.equal(copy.view(torch.uint8), right.view(torch.uint8))
+        cast(weights[1:3], copies[1:3], scales[:2])
+        assert torch.equal(copies[2].float(), cast_saturating(weights[2], scales[1], E4M3).float())
+
+
+def test_multi_cast_equals_casts_one_by_one() -> None:
+    check_multi_cast("cpu")
+
+
+@pytest.mark.gpu
+def test_one_kernel_casts_all_weights_as_casts_one_by_one_do() -> None:
+    check_multi_cast("cuda")
+    contiguous = [weight.contiguous() for weight in weights_to_cast("cuda")]
+    copies = [torch.empty_like(weight, dtype=E4M3) for weight in contiguous]
+    scales = torch.rand(len(copies), device="cuda") * 100 + 1
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        MultiCast()(contiguous, copies, scales)
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if "_cast_kernel" in event.name]
+    assert len(kernels) == 2  # one for each dtype
+    for weight, copy, scale in zip(contiguous, copies, scales):
+        right = cast_saturating(weight, scale, E4M3)
+        assert torch.equal(copy.view(torch.uint8), right.view(torch.uint8))
