@@ -17,7 +17,7 @@ import yaml
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"]
 Switch = Literal["auto", "on", "off"]
 
-DEFAULT_RECIPE: Recipe = "tensorwise"
+DEFAULT_RECIPE: Recipe = "delayed"
 LAUNCH_PREFIX = "ACCELERATE_FP8_"
 # Keys that Accelerate's launcher exports on its own for `mixed_precision: fp8` (accelerate 1.15,
 # `commands/launch.py`, group "FP8 Arguments") and that mean nothing here.
@@ -53,7 +53,7 @@ class FP8Config:
     """Compute the FP8 GEMMs in float32 on rounded operands: exact semantics without FP8 hardware, slow."""
     amax_history_len: int = 16
     """Delayed recipe: optimizer steps whose largest amax sets the scale."""
-    amax_margin: int = 0
+    amax_margin: int = 1
     """Delayed recipe: headroom in powers of two, scale = fp8_max / (amax * 2**margin)."""
     amax_sync: bool = True
     """Delayed recipe: share amax over the data-parallel ranks, one all-reduce per optimizer step."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -25,6 +25,7 @@ from hf_fp8.adapters import follow_adapters
 from hf_fp8.checkpoint import refuse_sharded_save
 from hf_fp8.config import FP8Config, keep_accelerate_from_converting, launch_mixed_precision
 from hf_fp8.gathering import WeightGather, shard_group
+from hf_fp8.head import CompiledHead, compile_head
 from hf_fp8.linear import FP8_BUFFERS, FP8Module, fp8_modules
 from hf_fp8.regions import Blocks, checkpoint_activations, compile_model, find_blocks, recompute_blocks
 from hf_fp8.scaling import ScalingState, WeightScales
@@ -68,10 +69,11 @@ class FP8Plugin:
         """Once-per-step weight scales, where the recipe or FP8 gather needs them."""
         self.scaling: ScalingState | None = None
         """The delayed recipe's state."""
+        self.head: CompiledHead | None = None
+        """Head and loss of a causal LM as one region, where blocks are compiled."""
         self._model: nn.Module | None = None
         self._blocks: Blocks = []
         self._compiled = False
-        self._calibration = ExitStack()
         self._finished = False
         if self.config.enabled and launch_mixed_precision() == "fp16":
             raise ValueError(
@@ -125,7 +127,7 @@ class FP8Plugin:
         self.adopt(accelerator)
         self.config.check_hardware(accelerator.device)
         self._model, self._finished = model, False
-        self.weights = self.scaling = None
+        self.weights = self.scaling = self.head = None
         self._blocks = find_blocks(model)
         notes = []
         if accelerator.is_fsdp2:
@@ -193,11 +195,16 @@ class FP8Plugin:
             regional=self.torch_compile_regional,
             checkpointed=checkpointed,
             config=self.config,
+            eager=self._is_calibrating,
             **options,
         )
         dynamo.backend = DynamoBackend.NO  # done: Accelerate must not compile on top
         self.report.notes.append(note)
         self._compiled = True
+        if self.torch_compile_regional:
+            self.head = compile_head(model, self._is_calibrating, {**options, "fullgraph": False})
+            if self.head is not None:
+                self.report.notes.append("head and loss compiled as one region")
 
     def _scale_once_per_step(self, accelerator: Accelerator, model: nn.Module) -> None:
         """Gather hooks, weight scales and the delayed recipe's state."""
@@ -251,13 +258,10 @@ class FP8Plugin:
         Eager blocks keep more activations than compiled ones, so they are recomputed meanwhile.
         """
         if self.scaling is not None and self.scaling.calibrating and self._compiled:
-            torch.compiler.set_stance("force_eager")
-            self._calibration = recompute_blocks(self._blocks)
-            self.scaling.on_calibrated = self._compile_again
+            self.scaling.on_calibrated = recompute_blocks(self._blocks).close
 
-    def _compile_again(self) -> None:
-        torch.compiler.set_stance("default")
-        self._calibration.close()
+    def _is_calibrating(self) -> bool:
+        return self.scaling is not None and self.scaling.calibrating
 
     def after_backward(self) -> None:
         """Called after each micro-batch's backward: ends the calibration."""

@@ -8,6 +8,7 @@ Blocks must be found before `fully_shard`, which renames classes.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -94,13 +95,21 @@ def _offloaded_checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def compile_model(
-    model: nn.Module, blocks: Blocks, *, regional: bool, checkpointed: bool, config: FP8Config, **options: Any
+    model: nn.Module,
+    blocks: Blocks,
+    *,
+    regional: bool,
+    checkpointed: bool,
+    config: FP8Config,
+    eager: Callable[[], bool] = lambda: False,
+    **options: Any,
 ) -> str:
     """Compile in place, block by block or as a whole; returns the sentence for the report.
 
     In place (`module.compile()`), because the wrapper that `torch.compile(module)` makes is called without
     the hooks that `fully_shard` adds later (huggingface/accelerate#4022: 2.4x slower).
 
+    `eager`: while it returns True, calls run as if nothing were compiled.
     `options` go to `torch.compile`: backend, mode, fullgraph, dynamic.
     """
     if config.enabled and config.recipe.startswith("rowwise"):
@@ -110,7 +119,7 @@ def compile_model(
         # Recomputation must not repeat Python side effects of the forward (pytorch/pytorch#166926).
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     if not regional:
-        _compile(model, options)
+        _compile(model, eager, options)
         return f"compiled as a whole ({options['backend']})"
     if not blocks:
         raise ValueError(
@@ -121,7 +130,7 @@ def compile_model(
     graphs = GRAPHS_PER_KIND * len({repr(block) for _, block in blocks})
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, graphs)
     for _, block in blocks:
-        _compile(block, options)
+        _compile(block, eager, options)
     kinds = Counter(type(block).__name__ for _, block in blocks)
     return (
         "compiled by block: "
@@ -130,8 +139,8 @@ def compile_model(
     )
 
 
-def _compile(module: nn.Module, options: dict[str, Any]) -> None:
-    """`module.compile()`, except that a call with a KV cache runs eagerly.
+def _compile(module: nn.Module, eager: Callable[[], bool], options: dict[str, Any]) -> None:
+    """`module.compile()`, except that a call with a KV cache, or while `eager()`, runs eagerly.
 
     Compiled, a cache makes one graph per layer and again per token that `generate` adds.
     """
@@ -140,6 +149,6 @@ def _compile(module: nn.Module, options: dict[str, Any]) -> None:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         cached = any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
-        return (module._call_impl if cached else compiled)(*args, **kwargs)
+        return (module._call_impl if cached or eager() else compiled)(*args, **kwargs)
 
     module._compiled_call_impl = call

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sized
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -243,7 +244,14 @@ class FP8TrainerMixin:
         self, model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         self.fp8_throughput.count(inputs, getattr(self.model, "main_input_name", "input_ids"))
-        return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        with ExitStack() as stack:
+            if self.fp8_plugin.head is not None and self._fp8_reads_only_the_loss():
+                stack.enter_context(self.fp8_plugin.head.without_logits())
+            return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def _fp8_reads_only_the_loss(self) -> bool:
+        """Trainer's own `compute_loss` does; one of a subclass, such as TRL's, may read logits."""
+        return type(self).compute_loss is Trainer.compute_loss  # type: ignore[attr-defined]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         rate = self.fp8_throughput.rate(self.args.world_size) if "loss" in logs else None

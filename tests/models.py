@@ -75,7 +75,7 @@ def labelled_images(count: int) -> Data:
 
 
 def arguments(folder: str, **changes: Any) -> FP8TrainingArguments:
-    """Emulated FP8 on the CPU, every step logged, examples in the order given, constant learning rate."""
+    """Emulated tensorwise FP8 on the CPU, every step logged, examples in the order given, constant learning rate."""
     settings: dict[str, Any] = {
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 4,
@@ -89,6 +89,7 @@ def arguments(folder: str, **changes: Any) -> FP8TrainingArguments:
         "disable_tqdm": True,
         "use_cpu": True,
         "fp8_emulate": True,
+        "fp8_recipe": "tensorwise",
     }
     return FP8TrainingArguments(folder, **{**settings, **changes})
 

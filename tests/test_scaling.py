@@ -223,13 +223,6 @@ def graphs_of(run: Callable[[], Any]) -> int:
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.fixture(autouse=True)
-def compiling_as_usual() -> Iterator[None]:
-    """A test that fails in the middle of a calibration must not leave the next one running eagerly."""
-    yield
-    torch.compiler.set_stance("default")
-
-
 @pytest.fixture
 def records() -> Iterator[list[logging.LogRecord]]:
     """What the package logs (its logger does not propagate)."""
