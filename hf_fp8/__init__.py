@@ -6,6 +6,7 @@ from hf_fp8.arguments import FP8ArgumentsMixin, FP8TrainingArguments
 from hf_fp8.callbacks import ThroughputCallback
 from hf_fp8.checkpoint import iter_full_weights
 from hf_fp8.config import FP8Config
+from hf_fp8.export import ExportReport, export_fp8
 from hf_fp8.linear import revert
 from hf_fp8.plugin import FP8Plugin
 from hf_fp8.selection import ConversionReport
@@ -14,6 +15,7 @@ from hf_fp8.trainer import FP8Trainer, FP8TrainerMixin
 __version__ = "0.1.0"
 __all__ = [
     "ConversionReport",
+    "ExportReport",
     "FP8ArgumentsMixin",
     "FP8Config",
     "FP8Plugin",
@@ -21,6 +23,7 @@ __all__ = [
     "FP8TrainerMixin",
     "FP8TrainingArguments",
     "ThroughputCallback",
+    "export_fp8",
     "iter_full_weights",
     "revert",
 ]

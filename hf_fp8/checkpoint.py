@@ -64,12 +64,20 @@ def iter_full_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> 
         model: plain, in DDP, or under FSDP2, also with FP8 gather or CPU offload.
         dtype: of the floating-point weights; None for the dtype of the parameters (fp32 masters under FSDP2).
     """
+    for _, weights in weight_groups(model, dtype=dtype):
+        yield from weights.items()
+
+
+def weight_groups(
+    model: nn.Module, *, dtype: torch.dtype | None = None
+) -> Iterator[tuple[list[str], dict[str, Tensor]]]:
+    """`iter_full_weights` in its steps: names in the model's state dict, and the file's tensors made of them."""
     model = unwrap(model)
     reshard(model)
     tensors = _state(model)
     if not isinstance(model, PreTrainedModel):
         for name, tensor in tensors.items():
-            yield name, _whole(tensor, dtype)
+            yield [name], {name: _whole(tensor, dtype)}
         return
     # One stand-in for each tensor shows which names share it.
     stand_ins = {id(tensor): torch.empty(1) for tensor in tensors.values()}
@@ -77,7 +85,7 @@ def iter_full_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> 
     ignored = set(model._keys_to_ignore_on_save or ())
     names = [name for name in untied if name not in ignored]
     for group in _conversion_groups(model, names):
-        yield from revert_weight_conversion(model, {n: _whole(tensors[n], dtype) for n in group}).items()
+        yield group, revert_weight_conversion(model, {n: _whole(tensors[n], dtype) for n in group})
 
 
 def full_state_dict(model: nn.Module, dtypes: dict[str, torch.dtype], *, keep: bool) -> dict[str, Tensor]:
@@ -129,6 +137,13 @@ def refuse_sharded_save(model: nn.Module) -> None:
 
 def unwrap(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def plain_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """The class that `model` had before it was sharded."""
+    return next(
+        c for c in type(model).__mro__ if issubclass(c, PreTrainedModel) and not issubclass(c, FSDPModule)
+    )
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
@@ -208,9 +223,7 @@ def load_weights(model: PreTrainedModel, folder: str | Path) -> None:
     """
     fp32 = any(p.dtype == torch.float32 for p in model.parameters())
     dtype = torch.float32 if fp32 else model.dtype
-    plain = next(
-        c for c in type(model).__mro__ if issubclass(c, PreTrainedModel) and not issubclass(c, FSDPModule)
-    )
+    plain = plain_class(model)
 
     def read() -> dict[str, Tensor]:
         loaded, info = cast(Any, plain).from_pretrained(

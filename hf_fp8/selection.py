@@ -90,17 +90,11 @@ class ConversionReport:
         return sum(row.fp8_flops for row in self.rows) / total if total else 0.0
 
     def __str__(self) -> str:
-        header = ("module", "shape", "count", "runs in", "reason")
-        lines = [header, *(_fold(self.rows))]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-        aligned = ("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
         summary = (
             f"FP8 ({self.recipe}): {len(self.converted)} of {len(self.rows)} layers, "
             f"{self.flop_coverage:.1%} of the matrix FLOPs"
         )
-        return "\n".join(
-            [summary, *(line.rstrip() for line in aligned), *(f"- {note}" for note in self.notes)]
-        )
+        return "\n".join([summary, *table(self.rows, "runs in"), *(f"- {note}" for note in self.notes)])
 
 
 def select(model: nn.Module, config: FP8Config, tokens: int | None = None) -> ConversionReport:
@@ -114,6 +108,13 @@ def select(model: nn.Module, config: FP8Config, tokens: int | None = None) -> Co
             already converted, or a switch set to `on` that this model cannot honour.
     """
     _refuse_foreign_models(model)
+    rows = judge(model, config, tokens)
+    _check(model, rows, config, module_roles(model))
+    return ConversionReport(rows, config.recipe, tokens)
+
+
+def judge(model: nn.Module, config: FP8Config, tokens: int | None = None) -> list[Row]:
+    """The rows of `select`, whatever they come to."""
     roles = module_roles(model)
     rows: list[Row] = []
     for name, module in model.named_modules():
@@ -139,8 +140,7 @@ def select(model: nn.Module, config: FP8Config, tokens: int | None = None) -> Co
                     flops,
                 )
             )
-    _check(model, rows, config, roles)
-    return ConversionReport(rows, config.recipe, tokens)
+    return rows
 
 
 def convert(model: nn.Module, report: ConversionReport, config: FP8Config) -> None:
@@ -173,7 +173,7 @@ def _reason_not(
     rows, columns = _gemm_shape(module, weight)[:2]
     if role == HEAD and config.head == "on":
         role = None
-    if any(_matches(pattern, name, model) for pattern in config.skip):
+    if any(matches(pattern, name, model) for pattern in config.skip):
         return "fp8_skip"
     if role:
         return f"{role} (fp8_head={config.head})" if role == HEAD else role
@@ -188,13 +188,18 @@ def _reason_not(
     return ""
 
 
-def _check(model: nn.Module, rows: list[Row], config: FP8Config, roles: dict[str, str]) -> None:
+def check_patterns(model: nn.Module, rows: list[Row], config: FP8Config) -> None:
+    """Raise `ValueError` for a pattern in `fp8_skip` that matches no row."""
     for pattern in config.skip:
-        if not any(_matches(pattern, row.name, model) for row in rows):
+        if not any(matches(pattern, row.name, model) for row in rows):
             names = ", ".join(row.name for row in rows[:4])
             raise ValueError(
                 f"fp8_skip pattern {pattern!r} matches no layer of this model, whose layers are {names}, …"
             )
+
+
+def _check(model: nn.Module, rows: list[Row], config: FP8Config, roles: dict[str, str]) -> None:
+    check_patterns(model, rows, config)
     if config.head == "on" and not any(roles.get(row.name) == HEAD for row in rows):
         why = "its head is tied to the input embedding" if TIED in roles.values() else "it has no output head"
         raise ValueError(f"fp8_head=on, but {why}. Use fp8_head=auto.")
@@ -271,11 +276,19 @@ def _experts_per_token(model: nn.Module, experts: int) -> int:
     return experts
 
 
-def _matches(pattern: str, name: str, model: nn.Module) -> bool:
+def matches(pattern: str, name: str, model: nn.Module) -> bool:
+    """Whether a pattern of `fp8_skip` means the layer of this name, in or out of its PEFT wrapper."""
     return fnmatchcase(name, pattern) or fnmatchcase(plain_name(name, model), pattern)
 
 
-def _fold(rows: list[Row]) -> list[tuple[str, str, str, str, str]]:
+def table(rows: list[Row], column: str, high: str = "bf16") -> list[str]:
+    """`rows` as aligned lines with a header, repeated blocks folded. `column` says what FP8 or `high` is true of."""
+    lines = [("module", "shape", "count", column, "reason"), *_fold(rows, high)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def _fold(rows: list[Row], high: str) -> list[tuple[str, str, str, str, str]]:
     """Rows that differ only in block numbers become one: `model.layers.0-31.mlp.up_proj`."""
     groups: dict[tuple[str, tuple[int, ...], bool, str], list[list[int]]] = {}
     for row in rows:
@@ -287,7 +300,7 @@ def _fold(rows: list[Row]) -> list[tuple[str, str, str, str, str]]:
             pattern.format(*(_ranges(sorted(set(column))) for column in zip(*members, strict=True))),
             "x".join(map(str, shape)),
             str(len(members)),
-            "FP8" if converted else "bf16",
+            "FP8" if converted else high,
             reason,
         )
         for (pattern, shape, converted, reason), members in groups.items()
