@@ -1,12 +1,14 @@
 """Checkpoints: ordinary Hugging Face models, and beside them what a resumed run needs.
 
-A folder that a trainer writes opens with plain `from_pretrained`, sharded or not: weights under the names that
-`save_pretrained` uses, in the dtype the model was loaded in, gathered one parameter at a time. Beside it:
+A model that a trainer saves opens with plain `from_pretrained`, sharded or not: weights under the names that
+`save_pretrained` uses, in the dtype the model was loaded in, gathered one parameter at a time. So does a checkpoint,
+except under SHARDED_STATE_DICT, where its weights are in the stock shards alone. Beside the model files:
 
     optimizer.pt, optimizer.bin, optimizer_0/   one process and DDP, FULL_STATE_DICT, SHARDED_STATE_DICT
-    pytorch_model_fsdp_0/, pytorch_model_fsdp.bin   fp32 masters of FSDP2: the folder always under SHARDED_STATE_DICT
-                                                (the stock format, which `accelerate merge-weights` reads), the file
-                                                under FULL_STATE_DICT if the model files do not hold the same bits
+    pytorch_model_fsdp_0/                       fp32 masters under SHARDED_STATE_DICT, instead of model files: what
+                                                `accelerate merge-weights` and the stock Trainer read
+    pytorch_model_fsdp.bin                      fp32 masters under FULL_STATE_DICT, if the model files do not hold the
+                                                same bits: a bf16 model is a rounded copy of its masters
     fp8_scaling.pt                              the delayed recipe's history and scales
     fp8_checkpoint.json                         the mark of a whole checkpoint, written last (`completeness.py`)
 
@@ -233,6 +235,17 @@ def load_weights(model: PreTrainedModel, folder: str | Path) -> None:
     )
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload)
     set_model_state_dict(sharded, full, options=options)
+
+
+def load_shards(model: nn.Module, folder: str | Path) -> None:
+    """Copy the weights of a SHARDED_STATE_DICT checkpoint into a model that is not sharded. Each rank reads for itself.
+
+    Raises:
+        torch.distributed.checkpoint.api.CheckpointException: the shards lack weights of this model.
+    """
+    state = {"model": model.state_dict()}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(Path(folder) / f"{MASTERS}_0"), no_dist=True)
+    model.load_state_dict(state["model"])
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:

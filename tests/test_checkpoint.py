@@ -27,7 +27,7 @@ from transformers import (
 
 import models
 from gloo import RankError, Ranks
-from hf_fp8 import FP8Config, FP8Plugin, FP8Trainer, iter_full_weights
+from hf_fp8 import FP8Config, FP8Plugin, iter_full_weights
 
 FULL = {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
 SHARDED = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
@@ -101,7 +101,8 @@ def test_every_saved_folder_opens_without_this_package(
 ) -> None:
     """Same names, dtypes and bits as stock save_pretrained of a plain model with these weights; same logits."""
     weights = ranks(save_all, str(tmp_path), **world)[0]
-    folders = [tmp_path / name / which for name in BUILDERS for which in ("final", "checkpoint-2")]
+    saved = ["final"] if world == WORLDS["fsdp2-sharded"] else ["final", "checkpoint-2"]
+    folders = [tmp_path / name / which for name in BUILDERS for which in saved]
     opened = opened_plainly(tmp_path / "opened.pt", folders)
     for name, build in BUILDERS.items():
         plain = build()
@@ -113,7 +114,7 @@ def test_every_saved_folder_opens_without_this_package(
         with torch.no_grad():
             logits = plain(torch.arange(16)[None]).logits
         assert "lm_head.weight" in stock or "tied" in name
-        for which in ("final", "checkpoint-2"):
+        for which in saved:
             found = opened[tmp_path / name / which]
             assert found["dtype"] == dtype
             assert torch.equal(found["logits"], logits)
@@ -123,16 +124,21 @@ def test_every_saved_folder_opens_without_this_package(
             assert json.loads((tmp_path / name / which / "config.json").read_text())["dtype"] in str(dtype)
 
 
-def files_of_checkpoints(folder: str) -> None:
-    for name in ("bf16", "tied"):
-        models.trainer(
+def files_of_checkpoints(folder: str, names: list[str]) -> dict[str, dict[str, torch.Tensor]]:
+    """The weights of each model in its checkpoint."""
+    weights = {}
+    for name in names:
+        trainer = models.trainer(
             f"{folder}/{name}", BUILDERS[name](), max_steps=1, save_strategy="steps", save_steps=1
-        ).train()
+        )
+        trainer.train()
+        weights[name] = models.whole(trainer.model)
+    return weights
 
 
 def test_a_full_checkpoint_holds_weights_once(ranks: Ranks, tmp_path: Path) -> None:
     """The masters of a bf16 model are other numbers than its weights, and the only ones written beside them."""
-    ranks(files_of_checkpoints, str(tmp_path), fsdp=True, env=FULL)
+    ranks(files_of_checkpoints, str(tmp_path), ["bf16", "tied"], fsdp=True, env=FULL)
     once = {path.name for path in (tmp_path / "tied" / "checkpoint-1").iterdir()}
     assert "model.safetensors" in once and not any("pytorch_model" in name for name in once)
     both = tmp_path / "bf16" / "checkpoint-1"
@@ -144,18 +150,49 @@ def test_a_full_checkpoint_holds_weights_once(ranks: Ranks, tmp_path: Path) -> N
     assert not all(torch.equal(weights[name].float(), master) for name, master in masters.items())
 
 
-def test_sharded_checkpoint_merges_with_accelerate(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(files_of_checkpoints, str(tmp_path), fsdp=True, env=SHARDED)
-    for name in ("bf16", "tied"):
+def merged(checkpoint: Path) -> Path:
+    """A folder for `from_pretrained`, from the shards of a checkpoint."""
+    folder = checkpoint.parent / f"{checkpoint.name}-merged"
+    command = ["merge-weights", str(checkpoint / "pytorch_model_fsdp_0"), str(folder)]
+    subprocess.run([sys.executable, "-m", "accelerate.commands.accelerate_cli", *command], check=True)
+    (folder / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    return folder
+
+
+def test_sharded_checkpoint_holds_weights_once_and_merges_with_accelerate(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Masters, which open in the dtype that the model was loaded in."""
+    weights = ranks(files_of_checkpoints, str(tmp_path), [*BUILDERS], fsdp=True, env=SHARDED)[0]
+    for name, build in BUILDERS.items():
         checkpoint = tmp_path / name / "checkpoint-1"
-        merged = tmp_path / name / "merged"
-        command = ["merge-weights", str(checkpoint / "pytorch_model_fsdp_0"), str(merged)]
-        subprocess.run([sys.executable, "-m", "accelerate.commands.accelerate_cli", *command], check=True)
-        (merged / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
-        ours, theirs = (AutoModelForCausalLM.from_pretrained(f) for f in (checkpoint, merged))
-        assert ours.dtype == theirs.dtype == BUILDERS[name]().dtype
-        for key, tensor in ours.state_dict().items():
-            assert torch.equal(theirs.state_dict()[key], tensor), key
+        files = {path.name for path in checkpoint.iterdir()}
+        assert {"config.json", "generation_config.json", "training_args.bin"} <= files
+        assert not any(file.startswith(("model", "pytorch_model.")) for file in files)
+        opened, info = AutoModelForCausalLM.from_pretrained(merged(checkpoint), output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        assert opened.dtype == build().dtype
+        state = opened.state_dict()
+        assert all(torch.equal(state[key], w.to(opened.dtype)) for key, w in weights[name].items())
+
+
+def push(folder: str) -> list[list[str]]:
+    """The names in each checkpoint folder when Trainer would upload it."""
+    found = []
+    for strategy in ("every_save", "end"):
+        trainer = models.trainer(f"{folder}/{strategy}", models.llama(), max_steps=1)
+        trainer.train()
+        trainer.args.push_to_hub, trainer.args.hub_strategy = True, strategy
+        uploaded: list[list[str]] = []
+        trainer._push_from_checkpoint = lambda at, seen=uploaded: seen.append(os.listdir(at))  # type: ignore[method-assign]
+        trainer._save_checkpoint(trainer.model, None)
+        found += uploaded
+    return found
+
+
+def test_sharded_checkpoint_that_goes_to_the_hub_holds_model_files(ranks: Ranks, tmp_path: Path) -> None:
+    every_save, end = ranks(push, str(tmp_path), fsdp=True, env=SHARDED)[0]
+    assert "model.safetensors" in every_save and "model.safetensors" not in end
 
 
 def save_directly(folder: str) -> dict[str, Any]:
@@ -353,7 +390,9 @@ def test_checkpoint_continues_on_other_ranks(ranks: Ranks, tmp_path: Path, sourc
         for kind in ("weights", "moments"):
             for key, tensor in each[kind].items():
                 assert torch.isfinite(tensor).all() and torch.equal(tensor, first[kind][key]), (name, key)
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2").state_dict()
+    checkpoint = tmp_path / "checkpoint-2"
+    folder = merged(checkpoint) if source == "fsdp2-sharded" else checkpoint
+    saved = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert all(torch.equal(saved[key], tensor) for key, tensor in first["weights"].items())
 
 
@@ -472,7 +511,8 @@ def test_checkpoint_of_a_killed_process_is_refused_and_the_one_before_it_taken(
     folder = tmp_path / "killed"
     with pytest.raises(RankError, match="exit code -9"):
         ranks(killed_in, str(folder), function, **where)
-    assert (folder / "checkpoint-4" / "model.safetensors").is_file()
+    weights = "pytorch_model_fsdp_0/.metadata" if world == "fsdp2-sharded" else "model.safetensors"
+    assert (folder / "checkpoint-4" / weights).is_file()
     errors = ranks.errors(continue_run, str(folder), str(folder / "checkpoint-4"), models.llama, CUT, **where)
     for error in errors:
         assert error and error[0] == "ValueError" and "checkpoint-4 is not whole" in error[1]
@@ -524,28 +564,33 @@ def test_nothing_whole_is_an_error_and_edited_text_is_not(tmp_path: Path) -> Non
 
 
 class Spoil(TrainerCallback):
-    """After the first evaluation the weights go bad: far larger, so that an old scale would clip them."""
+    """After the second step the weights go bad: far larger, so that an old scale would clip them."""
 
     def __init__(self) -> None:
-        self.trainer: FP8Trainer | None = None
+        self.evaluated: list[dict[str, torch.Tensor]] = []
+        """The weights after each step, which are evaluated next."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model = kwargs["model"]
         if state.global_step == 3:
             with torch.no_grad():
-                for p in kwargs["model"].parameters():
+                for p in model.parameters():
                     p.mul_(20.0)
+        self.evaluated.append(models.whole(model))
 
 
 def best_run(folder: str, recipe: str) -> tuple[list[float], float, bool]:
     every_step = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     flags = {**every_step, "load_best_model_at_end": True, "max_steps": 4, "fp8_recipe": recipe}
-    trainer = models.trainer(folder, models.llama(), callbacks=[Spoil()], **flags)
+    spoil = Spoil()
+    trainer = models.trainer(folder, models.llama(), callbacks=[spoil], **flags)
     trainer.train()
+    loaded = models.whole(trainer.model)
     after = trainer.evaluate()["eval_loss"]
-    evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    best = AutoModelForCausalLM.from_pretrained(trainer.state.best_model_checkpoint).state_dict()
-    same = all(torch.equal(best[k], v) for k, v in iter_full_weights(trainer.model))
-    return evaluated[:4], after, same
+    evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry][:4]
+    best = spoil.evaluated[evaluated.index(min(evaluated))]
+    same = all(torch.equal(best[k], v) for k, v in loaded.items())
+    return evaluated, after, same
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
