@@ -91,7 +91,8 @@ def full_state_dict(model: nn.Module, dtypes: dict[str, torch.dtype], *, keep: b
     reshard(model)
     tensors = _state(model)
     if isinstance(model, PeftModel):
-        saved = [id(t) for t in get_peft_model_state_dict(model, dict(tensors)).values()]
+        adapters = [get_peft_model_state_dict(model, dict(tensors), name) for name in model.peft_config]
+        saved = [id(tensor) for adapter in adapters for tensor in adapter.values()]
         if {id(t) for t in tensors.values()}.issuperset(
             saved
         ):  # else it derives tensors from others: keep all
@@ -237,14 +238,22 @@ def load_weights(model: PreTrainedModel, folder: str | Path) -> None:
     set_model_state_dict(sharded, full, options=options)
 
 
-def load_shards(model: nn.Module, folder: str | Path) -> None:
-    """Copy the weights of a SHARDED_STATE_DICT checkpoint into a model that is not sharded. Each rank reads for itself.
+def load_fsdp_weights(model: nn.Module, folder: str | Path) -> None:
+    """Copy the weights of an FSDP checkpoint into a model that is not sharded. Each rank reads for itself.
 
     Raises:
-        torch.distributed.checkpoint.api.CheckpointException: the shards lack weights of this model.
+        torch.distributed.checkpoint.api.CheckpointException, RuntimeError: the files lack weights of this model.
     """
+    folder = Path(folder)
+    if isinstance(model, PeftModel):
+        name = model.active_adapter
+        model.load_adapter(str(folder if name == "default" else folder / name), name, is_trainable=True)
+        return
+    if masters_format(folder) == "FULL_STATE_DICT":
+        model.load_state_dict(torch.load(folder / f"{MASTERS}.bin", map_location="cpu", weights_only=True))
+        return
     state = {"model": model.state_dict()}
-    dcp.load(state, storage_reader=dcp.FileSystemReader(Path(folder) / f"{MASTERS}_0"), no_dist=True)
+    dcp.load(state, storage_reader=dcp.FileSystemReader(folder / f"{MASTERS}_0"), no_dist=True)
     model.load_state_dict(state["model"])
 
 

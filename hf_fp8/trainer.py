@@ -28,9 +28,9 @@ from hf_fp8.checkpoint import (
     from_rank_0,
     full_state_dict,
     has_model_files,
+    load_fsdp_weights,
     load_optimizer,
     load_scaling,
-    load_shards,
     load_weights,
     masters_format,
     on_rank_0,
@@ -224,19 +224,13 @@ class FP8TrainerMixin:
         masters = masters_format(folder) if self.accelerator.is_fsdp2 else None
         if isinstance(target, PreTrainedModel) and masters is None and has_model_files(folder):
             load_weights(target, folder)
-        elif self._fp8_reads_shards(folder, target):
-            load_shards(target, folder)
+        elif masters_format(folder) and self.accelerator.distributed_type != DistributedType.FSDP:
+            load_fsdp_weights(target, folder)  # Trainer refuses
         else:
             with reading_as(self.accelerator, masters):
                 super()._load_from_checkpoint(folder, model)  # type: ignore[misc]
         if self.fp8_plugin.weights is not None:
             self.fp8_plugin.weights.refresh()
-
-    def _fp8_reads_shards(self, folder: str, model: nn.Module) -> bool:
-        """Whether a SHARDED_STATE_DICT checkpoint is to be read where nothing is sharded."""
-        sharded = masters_format(folder) == "SHARDED_STATE_DICT"
-        unsharded = self.accelerator.distributed_type != DistributedType.FSDP
-        return sharded and unsharded and not isinstance(model, PeftModel)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
