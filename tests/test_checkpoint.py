@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from transformers import (
     AutoModelForCausalLM,
     MixtralConfig,
@@ -27,7 +27,7 @@ from transformers import (
 
 import models
 from gloo import RankError, Ranks
-from hf_fp8 import FP8Config, FP8Plugin, iter_full_weights
+from hf_fp8 import FP8Config, FP8Plugin, FP8Trainer, iter_full_weights
 
 FULL = {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
 SHARDED = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
@@ -330,6 +330,44 @@ def test_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
         for losses, resumed, same in ranks(resume_run, folder, recipe, dtype, **WORLDS[world]):
             assert len(losses) == 6 and len(set(losses)) == 6
             assert resumed == losses and same
+
+
+def offloaded(folder: str, model: nn.Module, **flags: Any) -> FP8Trainer:
+    trainer = models.trainer(folder, model, **flags)
+    # What FSDP_OFFLOAD_PARAMS=true sets, less the pinned memory, which needs a GPU.
+    trainer.accelerator.state.fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+    return trainer
+
+
+def offloaded_run(folder: str, recipe: str) -> tuple[list[float], list[float], dict[str, torch.Tensor], Any]:
+    flags = {**RESUMED, "fp8_recipe": recipe}
+    whole = offloaded(folder, dropout_llama(torch.bfloat16), **flags)
+    whole.train()
+    assert "parameters on CPU" in str(whole.fp8_report)
+    whole.save_model(f"{folder}/final")
+    weights = models.whole(whole.model)
+    resumed = offloaded(folder, spoiled(dropout_llama(torch.bfloat16)), **flags)
+    resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    same = all(torch.equal(weights[k], v) for k, v in models.whole(resumed.model).items())
+    streamed = {name: tensor.clone() for name, tensor in iter_full_weights(whole.model)}
+    assert same and streamed.keys() == weights.keys()
+    assert all(torch.equal(weights[k], v) for k, v in streamed.items())
+    return models.losses(whole), models.losses(resumed), weights, sorted(os.listdir(f"{folder}/checkpoint-3"))
+
+
+@STATE_DICT_TYPES
+def test_offloaded_run_is_saved_and_resumed_bit_for_bit(
+    ranks: Ranks, tmp_path: Path, env: dict[str, str]
+) -> None:
+    for recipe in ("tensorwise", "delayed"):
+        folder = tmp_path / recipe
+        for losses, resumed, weights, files in ranks(offloaded_run, str(folder), recipe, fsdp=True, env=env):
+            assert resumed == losses and len(set(losses)) == 6
+            assert ("pytorch_model_fsdp.bin" if env == FULL else "pytorch_model_fsdp_0") in files
+            opened = AutoModelForCausalLM.from_pretrained(folder / "final")
+            assert opened.dtype == torch.bfloat16
+            state = opened.state_dict()
+            assert all(torch.equal(state[k], w.bfloat16()) for k, w in weights.items())
 
 
 class Loaded(TrainerCallback):
