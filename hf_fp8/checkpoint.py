@@ -38,9 +38,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, rename_source_key, revert_weight_conversion
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from hf_fp8.scaling import ScalingState
 from hf_fp8.sharding import reshard
@@ -52,34 +49,6 @@ MASTERS = "pytorch_model_fsdp"
 T = TypeVar("T")
 
 # --- weights, out -------------------------------------------------------------------------------------------
-
-
-def iter_full_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Stream the whole weights of a model in training, for example to an inference engine between RL steps.
-
-    Yields (name, tensor) as `save_pretrained` would write them: tied weights once, expert weights in the layout
-    of published checkpoints. Tensors are plain and high-precision, on the device of the model; they may be the
-    model's own memory, so copy what you keep. Sharded models gather one parameter at a time, on every rank:
-    iterate to the end on all of them.
-
-    Args:
-        model: plain, in DDP, or under FSDP2, also with FP8 gather or CPU offload.
-        dtype: of the floating-point weights; None for the dtype of the parameters (fp32 masters under FSDP2).
-    """
-    model = unwrap(model)
-    reshard(model)
-    tensors = _state(model)
-    if not isinstance(model, PreTrainedModel):
-        for name, tensor in tensors.items():
-            yield name, _whole(tensor, dtype)
-        return
-    # One stand-in for each tensor shows which names share it.
-    stand_ins = {id(tensor): torch.empty(1) for tensor in tensors.values()}
-    untied = remove_tied_weights_from_state_dict({n: stand_ins[id(t)] for n, t in tensors.items()}, model)
-    ignored = set(model._keys_to_ignore_on_save or ())
-    names = [name for name in untied if name not in ignored]
-    for group in _conversion_groups(model, names):
-        yield from revert_weight_conversion(model, {n: _whole(tensors[n], dtype) for n in group}).items()
 
 
 def full_state_dict(model: nn.Module, dtypes: dict[str, torch.dtype], *, keep: bool) -> dict[str, Tensor]:
@@ -101,7 +70,7 @@ def full_state_dict(model: nn.Module, dtypes: dict[str, torch.dtype], *, keep: b
     state: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if id(tensor) not in gathered:
-            whole = _whole(tensor, dtypes.get(name))
+            whole = whole_tensor(tensor, dtypes.get(name))
             gathered[id(tensor)] = whole.cpu() if keep else torch.empty(0)
         if keep:
             state[name] = gathered[id(tensor)]
@@ -140,7 +109,8 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def whole_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A parameter or buffer in `dtype`, gathered if it is sharded. Collective then."""
     tensor = tensor.detach()
     if dtype is not None and tensor.is_floating_point():
         tensor = tensor.to(dtype)
@@ -148,19 +118,6 @@ def _whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return tensor
     on_device = cast(DTensor, tensor.to(tensor.device_mesh.device_type))  # offloaded shards are on the CPU
     return on_device.full_tensor()
-
-
-def _conversion_groups(model: PreTrainedModel, names: list[str]) -> list[list[str]]:
-    """The names that `revert_weight_conversion` must see together; nearly always one at a time."""
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:
-        conversions = get_model_conversion_mapping(model, add_legacy=False)
-    reverted = [conversion.reverse_transform() for conversion in reversed(conversions)]
-    converters = [conversion for conversion in reverted if isinstance(conversion, WeightConverter)]
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(rename_source_key(name, [], converters, reverse=True)[0], []).append(name)
-    return list(groups.values())
 
 
 # --- weights, in --------------------------------------------------------------------------------------------

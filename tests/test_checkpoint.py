@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
@@ -27,7 +26,7 @@ from transformers import (
 
 import models
 from gloo import RankError, Ranks
-from hf_fp8 import FP8Config, FP8Plugin, FP8Trainer, iter_full_weights
+from hf_fp8 import FP8Trainer, iter_full_weights
 
 FULL = {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
 SHARDED = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
@@ -211,83 +210,6 @@ def test_save_pretrained_of_shards_names_the_way_out_which_works(ranks: Ranks, t
     weights = ranks(save_directly, str(tmp_path), fsdp=True)[0]
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "loop").state_dict()
     assert all(torch.equal(saved[name], weight) for name, weight in weights.items())
-
-
-# --- streaming -----------------------------------------------------------------------------------------------
-
-
-def streamed(name: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    plugin = FP8Plugin(FP8Config(emulate=True))
-    accelerator = Accelerator(
-        cpu=os.environ.get("ACCELERATE_USE_FSDP") != "true", **plugin.accelerator_kwargs()
-    )
-    plain = BUILDERS[name]()
-    weights = {k: v.clone() for k, v in plain.state_dict().items()}
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    model, _ = plugin.prepare(accelerator, plain, optimizer)
-    ids = models.texts(2)[0]["input_ids"][None]
-    model(ids)  # leaves the tail of an FSDP2 model gathered
-    return {k: v.clone() for k, v in iter_full_weights(model)}, weights
-
-
-@pytest.mark.parametrize("name", ["tied", "mixtral"])
-@pytest.mark.parametrize("world", ["one", "ddp", "fsdp2-sharded"])
-def test_streamed_weights_are_what_save_pretrained_writes(
-    ranks: Ranks, tmp_path: Path, name: str, world: str
-) -> None:
-    results = ranks(streamed, name, **WORLDS[world])
-    plain = BUILDERS[name]()
-    plain.save_pretrained(tmp_path)
-    stock = load_file(tmp_path / "model.safetensors")
-    for found, weights in results:
-        plain.load_state_dict(weights)
-        assert found.keys() == stock.keys()
-        assert all(type(t) is torch.Tensor and torch.equal(t, stock[k]) for k, t in found.items())
-
-
-class Living:
-    """The bytes of full tensors that are alive, and their peak."""
-
-    def __init__(self) -> None:
-        self.now = self.peak = 0
-
-    def watch(self, tensor: torch.Tensor) -> torch.Tensor:
-        import weakref
-
-        size = tensor.untyped_storage().nbytes()
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(tensor, self._forget, size)
-        return tensor
-
-    def _forget(self, size: int) -> None:
-        self.now -= size
-
-
-def stream_watched() -> tuple[int, int, int]:
-    """(peak bytes of gathered tensors, bytes of the largest parameter, bytes of all)."""
-    from torch.distributed.tensor import DTensor
-
-    plugin = FP8Plugin(FP8Config(emulate=True))
-    accelerator = Accelerator(**plugin.accelerator_kwargs())
-    model = models.llama(num_hidden_layers=6)
-    model, _ = plugin.prepare(accelerator, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert isinstance(model, FSDPModule)
-    sizes = [p.numel() * 4 for p in model.parameters()]
-    living, gather = Living(), DTensor.full_tensor
-    DTensor.full_tensor = lambda self, **kwargs: living.watch(gather(self, **kwargs))  # type: ignore[method-assign]
-    try:
-        for _, tensor in iter_full_weights(model):
-            assert tensor.abs().max() >= 0
-    finally:
-        DTensor.full_tensor = gather  # type: ignore[method-assign]
-    return living.peak, max(sizes), sum(sizes)
-
-
-def test_streaming_holds_two_parameters_at_most(ranks: Ranks) -> None:
-    """The one in the consumer's hands, and the next while it arrives."""
-    for peak, largest, everything in ranks(stream_watched, fsdp=True):
-        assert 0 < peak <= 2 * largest < everything / 4
 
 
 # --- resume ------------------------------------------------------------------------------------------------

@@ -239,11 +239,21 @@ def test_generation_gives_the_tokens_of_the_same_weights_in_a_fresh_model(
     assert (graphs > 0) == compiled
 
 
+def generated_when_sharded(folder: str, name: str, compiled: bool) -> Any:
+    flags = {"torch_compile": True, "torch_compile_backend": "aot_eager"} if compiled else {}
+    return generated(folder, name, **flags)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", BUILDS)
-def test_sharded_generation_gives_the_same_tokens(ranks: Ranks, tmp_path: Path, name: str) -> None:
-    results = ranks(generated, str(tmp_path), name, fsdp=True)
+def test_sharded_generation_gives_the_same_tokens(
+    ranks: Ranks, tmp_path: Path, name: str, compiled: bool
+) -> None:
+    results = ranks(generated_when_sharded, str(tmp_path), name, compiled, fsdp=True)
     for tokens, loss, weights, graphs, sharded in results:
-        assert sharded and graphs == 0 and loss > 0
+        print("GRAPHS", name, compiled, graphs)
+        assert sharded and loss > 0
+        assert graphs <= (14 if name == "t5" else 3) and (graphs > 0) == compiled
         fresh = generated(str(tmp_path), name, weights)
         assert tokens.shape == fresh.shape
         # Sharded, activations are bf16 throughout: a token may differ where two are about as likely.
