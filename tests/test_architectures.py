@@ -26,6 +26,7 @@ import models
 from gloo import Ranks, forget_accelerate
 from hf_fp8 import FP8Config, FP8Trainer
 from hf_fp8.linear import fp8_modules
+from hf_fp8.plugin import _without_cache
 from hf_fp8.regions import compile_model, find_blocks
 from hf_fp8.selection import convert, select
 
@@ -56,6 +57,10 @@ class Architecture:
     data: str = "text"
     unused: set[str] = field(default_factory=set)
     """Parameters without influence on the loss."""
+    graphs: int = 1
+    """Compiled, for all kinds of blocks."""
+    splits: int = 0
+    """Graphs more than blocks in one forward."""
 
 
 ARCHITECTURES = {
@@ -99,6 +104,7 @@ ARCHITECTURES = {
         32,
         {"tied to an embedding": 1},
         AutoModelForSeq2SeqLM,
+        graphs=4,  # first and other blocks, of encoder and decoder
     ),
     "vit": Architecture(
         {**models.SIZES, "initializer_range": 0.1, "image_size": 16, "patch_size": 4},
@@ -120,6 +126,9 @@ ARCHITECTURES = {
         AutoModelForImageTextToText,
         "image and text",
         unused={"model.vision_tower.encoder.layers.1.", "model.vision_tower.post_layernorm."},
+        # transformers records hidden states by hooks, where the compiler splits each of the two vision layers in three.
+        graphs=4,
+        splits=4,
     ),
 }
 
@@ -299,3 +308,38 @@ def test_four_kinds_of_blocks_compile_for_all_lengths_and_modes() -> None:
                 model.eval()(input_ids=ids, labels=ids, use_cache=False)
             model.train()
     assert len(blocks) == 4 and backend.frame_count == 16
+
+
+class Graphs:
+    """Backend that counts the graphs made, and the graphs run."""
+
+    def __init__(self) -> None:
+        self.made = self.run = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        self.made += 1
+        compiled = torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+        def run(*args: Any) -> Any:
+            self.run += 1
+            return compiled(*args)
+
+        return run
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_blocks_of_one_kind_share_one_graph_and_none_runs_eager(name: str) -> None:
+    torch._dynamo.reset()
+    backend, expected = Graphs(), ARCHITECTURES[name]
+    model, config = build(name), FP8Config(emulate=True)
+    convert(model, select(model, config), config)
+    blocks = find_blocks(model)
+    options = {"regional": True, "checkpointed": False, "config": config, "dynamic": None}
+    compile_model(model, blocks, backend=backend, **options)  # type: ignore[arg-type]
+    _without_cache(model)
+    rows = examples(expected.data, 2)
+    batch = {key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in rows[0]}
+    for step in (1, 2):
+        model(**batch).loss.backward()
+        assert backend.made == expected.graphs
+        assert backend.run == step * (len(blocks) + expected.splits)
