@@ -20,6 +20,8 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     PreTrainedModel,
+    Trainer,
+    TrainingArguments,
 )
 
 import models
@@ -29,6 +31,7 @@ from hf_fp8.linear import fp8_modules
 from hf_fp8.plugin import _without_cache
 from hf_fp8.regions import compile_model, find_blocks
 from hf_fp8.selection import convert, select
+from test_trainer import stock_arguments
 
 IMAGE = models.VOCABULARY - 1  # token that stands for a part of an image
 NOT_LOGITS = [
@@ -285,6 +288,36 @@ def test_trains_evaluates_saves_and_loads_when_sharded(trained: Trained, name: s
         assert each.sharded
         check(each, name, folder / name)
         assert each.losses == results[0][name].losses  # type: ignore[union-attr]
+
+
+# --- logged loss -------------------------------------------------------------------------------------------
+
+
+def three_losses(folder: str, names: list[str]) -> dict[str, list[float]]:
+    """The first loss of the stock Trainer, of ours, and of ours without averaging over the tokens of all ranks."""
+    found: dict[str, list[float]] = {}
+    for name in names:
+        data = examples(ARCHITECTURES[name].data)
+        stock = TrainingArguments(**stock_arguments(folder, max_steps=1))
+        theirs = Trainer(model=build(name), args=stock, train_dataset=data)
+        theirs.train()
+        found[name] = models.losses(theirs)  # type: ignore[arg-type]
+        for average in (True, False):
+            flags = {"max_steps": 1, "average_tokens_across_devices": average}
+            ours = models.trainer(folder, build(name), data, **flags)
+            ours.train()
+            found[name] += models.losses(ours)
+    return found
+
+
+def test_models_that_ignore_the_token_count_log_the_losses_of_the_stock_trainer(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """T5 and BERT take Trainer's token count and make nothing of it, Trainer multiplies by the number of ranks."""
+    for found in ranks(three_losses, str(tmp_path), ["t5", "bert", "llama"]):
+        for name, (stock, ours, apart) in found.items():
+            assert ours == pytest.approx(stock, rel=0.05), name
+            assert apart == pytest.approx(ours if name == "llama" else ours / 2, rel=0.05), name
 
 
 # --- compile -----------------------------------------------------------------------------------------------
