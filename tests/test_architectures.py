@@ -314,10 +314,10 @@ def test_models_that_ignore_the_token_count_log_the_losses_of_the_stock_trainer(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     """T5 and BERT take Trainer's token count and make nothing of it, Trainer multiplies by the number of ranks."""
-    for found in ranks(three_losses, str(tmp_path), ["t5", "bert", "llama"]):
+    for found in ranks(three_losses, str(tmp_path), ["t5", "bert"]):
         for name, (stock, ours, apart) in found.items():
             assert ours == pytest.approx(stock, rel=0.05), name
-            assert apart == pytest.approx(ours if name == "llama" else ours / 2, rel=0.05), name
+            assert apart == pytest.approx(ours / 2, rel=0.05), name
 
 
 # --- compile -----------------------------------------------------------------------------------------------
@@ -351,11 +351,10 @@ class Graphs:
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         self.made += 1
-        compiled = torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
         def run(*args: Any) -> Any:
             self.run += 1
-            return compiled(*args)
+            return graph(*args)
 
         return run
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import merge_fsdp_weights
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
@@ -150,10 +151,9 @@ def test_a_full_checkpoint_holds_weights_once(ranks: Ranks, tmp_path: Path) -> N
 
 
 def merged(checkpoint: Path) -> Path:
-    """A folder for `from_pretrained`, from the shards of a checkpoint."""
+    """A folder for `from_pretrained`, from the shards of a checkpoint: what `accelerate merge-weights` runs."""
     folder = checkpoint.parent / f"{checkpoint.name}-merged"
-    command = ["merge-weights", str(checkpoint / "pytorch_model_fsdp_0"), str(folder)]
-    subprocess.run([sys.executable, "-m", "accelerate.commands.accelerate_cli", *command], check=True)
+    merge_fsdp_weights(str(checkpoint / "pytorch_model_fsdp_0"), str(folder))
     (folder / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
     return folder
 
@@ -173,6 +173,9 @@ def test_sharded_checkpoint_holds_weights_once_and_merges_with_accelerate(
         assert opened.dtype == build().dtype
         state = opened.state_dict()
         assert all(torch.equal(state[key], w.to(opened.dtype)) for key, w in weights[name].items())
+    command = ["merge-weights", str(checkpoint / "pytorch_model_fsdp_0"), str(tmp_path / "by-command")]
+    subprocess.run([sys.executable, "-m", "accelerate.commands.accelerate_cli", *command], check=True)
+    assert load_file(tmp_path / "by-command" / "model.safetensors").keys() >= weights[name].keys()
 
 
 def push(folder: str) -> list[list[str]]:

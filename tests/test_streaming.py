@@ -96,8 +96,11 @@ def merged_stream(kind: str, dtype: torch.dtype) -> dict[str, Any]:
     return {"found": found, "unchanged": unchanged and untouched, "base": base}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "dtype"),
+    [*((place, torch.bfloat16) for place in PLACES), ("fsdp2-sharded", torch.float32)],
+    ids=str,
+)
 def test_adapters_are_merged_in_fp32_under_the_names_of_the_base(
     ranks: Ranks, place: str, dtype: torch.dtype
 ) -> None:
