@@ -4,12 +4,12 @@ import logging as _logging
 
 from hf_fp8.arguments import FP8ArgumentsMixin, FP8TrainingArguments
 from hf_fp8.callbacks import ThroughputCallback
-from hf_fp8.checkpoint import iter_full_weights
 from hf_fp8.config import FP8Config
 from hf_fp8.export import ExportReport, export_fp8
 from hf_fp8.linear import revert
 from hf_fp8.plugin import FP8Plugin
 from hf_fp8.selection import ConversionReport
+from hf_fp8.streaming import iter_full_weights
 from hf_fp8.trainer import FP8Trainer, FP8TrainerMixin
 
 __version__ = "0.1.0"

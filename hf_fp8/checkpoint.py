@@ -1,12 +1,14 @@
 """Checkpoints: ordinary Hugging Face models, and beside them what a resumed run needs.
 
-A folder that a trainer writes opens with plain `from_pretrained`, sharded or not: weights under the names that
-`save_pretrained` uses, in the dtype the model was loaded in, gathered one parameter at a time. Beside it:
+A model that a trainer saves opens with plain `from_pretrained`, sharded or not: weights under the names that
+`save_pretrained` uses, in the dtype the model was loaded in, gathered one parameter at a time. So does a checkpoint,
+except under SHARDED_STATE_DICT, where its weights are in the stock shards alone. Beside the model files:
 
     optimizer.pt, optimizer.bin, optimizer_0/   one process and DDP, FULL_STATE_DICT, SHARDED_STATE_DICT
-    pytorch_model_fsdp_0/, pytorch_model_fsdp.bin   fp32 masters of FSDP2: the folder always under SHARDED_STATE_DICT
-                                                (the stock format, which `accelerate merge-weights` reads), the file
-                                                under FULL_STATE_DICT if the model files do not hold the same bits
+    pytorch_model_fsdp_0/                       fp32 masters under SHARDED_STATE_DICT, instead of model files: what
+                                                `accelerate merge-weights` and the stock Trainer read
+    pytorch_model_fsdp.bin                      fp32 masters under FULL_STATE_DICT, if the model files do not hold the
+                                                same bits: a bf16 model is a rounded copy of its masters
     fp8_scaling.pt                              the delayed recipe's history and scales
     fp8_checkpoint.json                         the mark of a whole checkpoint, written last (`completeness.py`)
 
@@ -36,9 +38,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, rename_source_key, revert_weight_conversion
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from hf_fp8.scaling import ScalingState
 from hf_fp8.sharding import reshard
@@ -52,42 +51,6 @@ T = TypeVar("T")
 # --- weights, out -------------------------------------------------------------------------------------------
 
 
-def iter_full_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Stream the whole weights of a model in training, for example to an inference engine between RL steps.
-
-    Yields (name, tensor) as `save_pretrained` would write them: tied weights once, expert weights in the layout
-    of published checkpoints. Tensors are plain and high-precision, on the device of the model; they may be the
-    model's own memory, so copy what you keep. Sharded models gather one parameter at a time, on every rank:
-    iterate to the end on all of them.
-
-    Args:
-        model: plain, in DDP, or under FSDP2, also with FP8 gather or CPU offload.
-        dtype: of the floating-point weights; None for the dtype of the parameters (fp32 masters under FSDP2).
-    """
-    for _, weights in weight_groups(model, dtype=dtype):
-        yield from weights.items()
-
-
-def weight_groups(
-    model: nn.Module, *, dtype: torch.dtype | None = None
-) -> Iterator[tuple[list[str], dict[str, Tensor]]]:
-    """`iter_full_weights` in its steps: names in the model's state dict, and the file's tensors made of them."""
-    model = unwrap(model)
-    reshard(model)
-    tensors = _state(model)
-    if not isinstance(model, PreTrainedModel):
-        for name, tensor in tensors.items():
-            yield [name], {name: _whole(tensor, dtype)}
-        return
-    # One stand-in for each tensor shows which names share it.
-    stand_ins = {id(tensor): torch.empty(1) for tensor in tensors.values()}
-    untied = remove_tied_weights_from_state_dict({n: stand_ins[id(t)] for n, t in tensors.items()}, model)
-    ignored = set(model._keys_to_ignore_on_save or ())
-    names = [name for name in untied if name not in ignored]
-    for group in _conversion_groups(model, names):
-        yield group, revert_weight_conversion(model, {n: _whole(tensors[n], dtype) for n in group})
-
-
 def full_state_dict(model: nn.Module, dtypes: dict[str, torch.dtype], *, keep: bool) -> dict[str, Tensor]:
     """The state dict of a sharded model in CPU memory, in `dtypes`, on the ranks that `keep` it; {} on the others.
 
@@ -97,7 +60,8 @@ def full_state_dict(model: nn.Module, dtypes: dict[str, torch.dtype], *, keep: b
     reshard(model)
     tensors = _state(model)
     if isinstance(model, PeftModel):
-        saved = [id(t) for t in get_peft_model_state_dict(model, dict(tensors)).values()]
+        adapters = [get_peft_model_state_dict(model, dict(tensors), name) for name in model.peft_config]
+        saved = [id(tensor) for adapter in adapters for tensor in adapter.values()]
         if {id(t) for t in tensors.values()}.issuperset(
             saved
         ):  # else it derives tensors from others: keep all
@@ -106,7 +70,7 @@ def full_state_dict(model: nn.Module, dtypes: dict[str, torch.dtype], *, keep: b
     state: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if id(tensor) not in gathered:
-            whole = _whole(tensor, dtypes.get(name))
+            whole = whole_tensor(tensor, dtypes.get(name))
             gathered[id(tensor)] = whole.cpu() if keep else torch.empty(0)
         if keep:
             state[name] = gathered[id(tensor)]
@@ -152,7 +116,8 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def whole_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A parameter or buffer in `dtype`, gathered if it is sharded. Collective then."""
     tensor = tensor.detach()
     if dtype is not None and tensor.is_floating_point():
         tensor = tensor.to(dtype)
@@ -160,19 +125,6 @@ def _whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return tensor
     on_device = cast(DTensor, tensor.to(tensor.device_mesh.device_type))  # offloaded shards are on the CPU
     return on_device.full_tensor()
-
-
-def _conversion_groups(model: PreTrainedModel, names: list[str]) -> list[list[str]]:
-    """The names that `revert_weight_conversion` must see together; nearly always one at a time."""
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:
-        conversions = get_model_conversion_mapping(model, add_legacy=False)
-    reverted = [conversion.reverse_transform() for conversion in reversed(conversions)]
-    converters = [conversion for conversion in reverted if isinstance(conversion, WeightConverter)]
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(rename_source_key(name, [], converters, reverse=True)[0], []).append(name)
-    return list(groups.values())
 
 
 # --- weights, in --------------------------------------------------------------------------------------------
@@ -246,6 +198,25 @@ def load_weights(model: PreTrainedModel, folder: str | Path) -> None:
     )
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload)
     set_model_state_dict(sharded, full, options=options)
+
+
+def load_fsdp_weights(model: nn.Module, folder: str | Path) -> None:
+    """Copy the weights of an FSDP checkpoint into a model that is not sharded. Each rank reads for itself.
+
+    Raises:
+        torch.distributed.checkpoint.api.CheckpointException, RuntimeError: the files lack weights of this model.
+    """
+    folder = Path(folder)
+    if isinstance(model, PeftModel):
+        name = model.active_adapter
+        model.load_adapter(str(folder if name == "default" else folder / name), name, is_trainable=True)
+        return
+    if masters_format(folder) == "FULL_STATE_DICT":
+        model.load_state_dict(torch.load(folder / f"{MASTERS}.bin", map_location="cpu", weights_only=True))
+        return
+    state = {"model": model.state_dict()}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(folder / f"{MASTERS}_0"), no_dist=True)
+    model.load_state_dict(state["model"])
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:

@@ -31,11 +31,11 @@ from transformers.initialization import meta_device_safe_creation_ops
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from hf_fp8.checkpoint import weight_groups
 from hf_fp8.config import FP8Config
 from hf_fp8.linear import E4M3
 from hf_fp8.scaling import SMALLEST_AMAX
 from hf_fp8.selection import Row, check_patterns, judge, matches
+from hf_fp8.streaming import weight_groups
 
 BLOCK = 128
 

@@ -18,8 +18,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from hf_fp8.checkpoint import full_state_dict, iter_full_weights, plain_class, unwrap
+from hf_fp8.checkpoint import full_state_dict, plain_class, unwrap
 from hf_fp8.layout import Layout, skeleton
+from hf_fp8.streaming import iter_full_weights
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # What a folder holds beside weights and config.json that users of the model need.

@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType, save_fsdp_model, save_fsdp_optimizer
+from peft import PeftModel
 from torch import nn
 from torch.distributed.fsdp import StateDictType
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import SCHEDULER_NAME
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer_pt_utils import remove_dummy_checkpoint
+from transformers.trainer_utils import HubStrategy, rotate_checkpoints
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from hf_fp8.arguments import FP8ArgumentsMixin
 from hf_fp8.callbacks import AmaxSyncCallback, ThroughputCallback
@@ -26,6 +29,7 @@ from hf_fp8.checkpoint import (
     from_rank_0,
     full_state_dict,
     has_model_files,
+    load_fsdp_weights,
     load_optimizer,
     load_scaling,
     load_weights,
@@ -64,6 +68,7 @@ class FP8TrainerMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.fp8_throughput = ThroughputCallback()
         self._fp8_model: nn.Module | None = None
+        self._fp8_checkpoint: str | None = None
         super().__init__(*args, **kwargs)
         for callback in (self.fp8_throughput, AmaxSyncCallback(self.fp8_plugin)):
             self.add_callback(callback)  # type: ignore[attr-defined]
@@ -143,13 +148,20 @@ class FP8TrainerMixin:
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a model that `from_pretrained` opens, under FSDP2 for every state dict type. Call on all ranks."""
+        """Write a model that `from_pretrained` opens, under FSDP2 for every state dict type. Call on all ranks.
+
+        Trainer's own call for a checkpoint under SHARDED_STATE_DICT writes everything but the weights: they are in the
+        checkpoint's shards, which is what a user of that type asked for (no rank gathers the model at each save).
+        """
         if not self.accelerator.is_fsdp2:
             return super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         folder = output_dir or self.args.output_dir
-        state = full_state_dict(self.model, self._fp8_dtypes, keep=self.args.should_save)
+        in_shards = _internal_call and folder == self._fp8_checkpoint and self._fp8_keeps_shards_only()
+        state = {} if in_shards else full_state_dict(self.model, self._fp8_dtypes, keep=self.args.should_save)
         if self.args.should_save:
             self._save(folder, state_dict=state)  # type: ignore[attr-defined]
+            if in_shards:
+                remove_dummy_checkpoint(True, folder, [SAFE_WEIGHTS_NAME])
             if isinstance(self.model, PreTrainedModel):
                 # save_pretrained has noted the dtype of the masters.
                 self.model.config.dtype = next(d for d in self._fp8_dtypes.values() if d.is_floating_point)
@@ -158,9 +170,16 @@ class FP8TrainerMixin:
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 
+    def _fp8_keeps_shards_only(self) -> bool:
+        """Adapters are small and wanted as a file of their own; what goes to the Hub must open there."""
+        sharded = self.accelerator.state.fsdp_plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT
+        pushed = self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END
+        return sharded and not pushed and not isinstance(self.model, PeftModel)
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         run_dir = self._get_output_dir(trial=trial)  # type: ignore[attr-defined]
         folder = os.path.join(run_dir, f"checkpoint-{self.state.global_step}")
+        self._fp8_checkpoint = folder
         if self.args.should_save:
             begin_checkpoint(folder)
         self.accelerator.wait_for_everyone()
@@ -206,6 +225,8 @@ class FP8TrainerMixin:
         masters = masters_format(folder) if self.accelerator.is_fsdp2 else None
         if isinstance(target, PreTrainedModel) and masters is None and has_model_files(folder):
             load_weights(target, folder)
+        elif masters_format(folder) and self.accelerator.distributed_type != DistributedType.FSDP:
+            load_fsdp_weights(target, folder)  # Trainer refuses
         else:
             with reading_as(self.accelerator, masters):
                 super()._load_from_checkpoint(folder, model)  # type: ignore[misc]

@@ -20,14 +20,18 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     PreTrainedModel,
+    Trainer,
+    TrainingArguments,
 )
 
 import models
 from gloo import Ranks, forget_accelerate
 from hf_fp8 import FP8Config, FP8Trainer
 from hf_fp8.linear import fp8_modules
+from hf_fp8.plugin import _without_cache
 from hf_fp8.regions import compile_model, find_blocks
 from hf_fp8.selection import convert, select
+from test_trainer import stock_arguments
 
 IMAGE = models.VOCABULARY - 1  # token that stands for a part of an image
 NOT_LOGITS = [
@@ -56,6 +60,10 @@ class Architecture:
     data: str = "text"
     unused: set[str] = field(default_factory=set)
     """Parameters without influence on the loss."""
+    graphs: int = 1
+    """Compiled, for all kinds of blocks."""
+    splits: int = 0
+    """Graphs more than blocks in one forward."""
 
 
 ARCHITECTURES = {
@@ -99,6 +107,7 @@ ARCHITECTURES = {
         32,
         {"tied to an embedding": 1},
         AutoModelForSeq2SeqLM,
+        graphs=4,  # first and other blocks, of encoder and decoder
     ),
     "vit": Architecture(
         {**models.SIZES, "initializer_range": 0.1, "image_size": 16, "patch_size": 4},
@@ -120,6 +129,9 @@ ARCHITECTURES = {
         AutoModelForImageTextToText,
         "image and text",
         unused={"model.vision_tower.encoder.layers.1.", "model.vision_tower.post_layernorm."},
+        # transformers records hidden states by hooks, where the compiler splits each of the two vision layers in three.
+        graphs=4,
+        splits=4,
     ),
 }
 
@@ -287,6 +299,36 @@ def test_trains_evaluates_saves_and_loads_when_sharded(trained: Trained, name: s
         assert each.losses == results[0][name].losses  # type: ignore[union-attr]
 
 
+# --- logged loss -------------------------------------------------------------------------------------------
+
+
+def three_losses(folder: str, names: list[str]) -> dict[str, list[float]]:
+    """The first loss of the stock Trainer, of ours, and of ours without averaging over the tokens of all ranks."""
+    found: dict[str, list[float]] = {}
+    for name in names:
+        data = examples(ARCHITECTURES[name].data)
+        stock = TrainingArguments(**stock_arguments(folder, max_steps=1))
+        theirs = Trainer(model=build(name), args=stock, train_dataset=data)
+        theirs.train()
+        found[name] = models.losses(theirs)  # type: ignore[arg-type]
+        for average in (True, False):
+            flags = {"max_steps": 1, "average_tokens_across_devices": average}
+            ours = models.trainer(folder, build(name), data, **flags)
+            ours.train()
+            found[name] += models.losses(ours)
+    return found
+
+
+def test_models_that_ignore_the_token_count_log_the_losses_of_the_stock_trainer(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """T5 and BERT take Trainer's token count and make nothing of it, Trainer multiplies by the number of ranks."""
+    for found in ranks(three_losses, str(tmp_path), ["t5", "bert"]):
+        for name, (stock, ours, apart) in found.items():
+            assert ours == pytest.approx(stock, rel=0.05), name
+            assert apart == pytest.approx(ours / 2, rel=0.05), name
+
+
 # --- compile -----------------------------------------------------------------------------------------------
 
 
@@ -308,3 +350,37 @@ def test_four_kinds_of_blocks_compile_for_all_lengths_and_modes() -> None:
                 model.eval()(input_ids=ids, labels=ids, use_cache=False)
             model.train()
     assert len(blocks) == 4 and backend.frame_count == 16
+
+
+class Graphs:
+    """Backend that counts the graphs made, and the graphs run."""
+
+    def __init__(self) -> None:
+        self.made = self.run = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        self.made += 1
+
+        def run(*args: Any) -> Any:
+            self.run += 1
+            return graph(*args)
+
+        return run
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_blocks_of_one_kind_share_one_graph_and_none_runs_eager(name: str) -> None:
+    torch._dynamo.reset()
+    backend, expected = Graphs(), ARCHITECTURES[name]
+    model, config = build(name), FP8Config(emulate=True)
+    convert(model, select(model, config), config)
+    blocks = find_blocks(model)
+    options = {"regional": True, "checkpointed": False, "config": config, "dynamic": None}
+    compile_model(model, blocks, backend=backend, **options)  # type: ignore[arg-type]
+    _without_cache(model)
+    rows = examples(expected.data, 2)
+    batch = {key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in rows[0]}
+    for step in (1, 2):
+        model(**batch).loss.backward()
+        assert backend.made == expected.graphs
+        assert backend.run == step * (len(blocks) + expected.splits)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate.utils import merge_fsdp_weights
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from transformers import (
     AutoModelForCausalLM,
     MixtralConfig,
@@ -27,7 +27,7 @@ from transformers import (
 
 import models
 from gloo import RankError, Ranks
-from hf_fp8 import FP8Config, FP8Plugin, FP8Trainer, iter_full_weights
+from hf_fp8 import FP8Trainer, iter_full_weights
 
 FULL = {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
 SHARDED = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
@@ -101,7 +101,8 @@ def test_every_saved_folder_opens_without_this_package(
 ) -> None:
     """Same names, dtypes and bits as stock save_pretrained of a plain model with these weights; same logits."""
     weights = ranks(save_all, str(tmp_path), **world)[0]
-    folders = [tmp_path / name / which for name in BUILDERS for which in ("final", "checkpoint-2")]
+    saved = ["final"] if world == WORLDS["fsdp2-sharded"] else ["final", "checkpoint-2"]
+    folders = [tmp_path / name / which for name in BUILDERS for which in saved]
     opened = opened_plainly(tmp_path / "opened.pt", folders)
     for name, build in BUILDERS.items():
         plain = build()
@@ -113,7 +114,7 @@ def test_every_saved_folder_opens_without_this_package(
         with torch.no_grad():
             logits = plain(torch.arange(16)[None]).logits
         assert "lm_head.weight" in stock or "tied" in name
-        for which in ("final", "checkpoint-2"):
+        for which in saved:
             found = opened[tmp_path / name / which]
             assert found["dtype"] == dtype
             assert torch.equal(found["logits"], logits)
@@ -123,16 +124,21 @@ def test_every_saved_folder_opens_without_this_package(
             assert json.loads((tmp_path / name / which / "config.json").read_text())["dtype"] in str(dtype)
 
 
-def files_of_checkpoints(folder: str) -> None:
-    for name in ("bf16", "tied"):
-        models.trainer(
+def files_of_checkpoints(folder: str, names: list[str]) -> dict[str, dict[str, torch.Tensor]]:
+    """The weights of each model in its checkpoint."""
+    weights = {}
+    for name in names:
+        trainer = models.trainer(
             f"{folder}/{name}", BUILDERS[name](), max_steps=1, save_strategy="steps", save_steps=1
-        ).train()
+        )
+        trainer.train()
+        weights[name] = models.whole(trainer.model)
+    return weights
 
 
 def test_a_full_checkpoint_holds_weights_once(ranks: Ranks, tmp_path: Path) -> None:
     """The masters of a bf16 model are other numbers than its weights, and the only ones written beside them."""
-    ranks(files_of_checkpoints, str(tmp_path), fsdp=True, env=FULL)
+    ranks(files_of_checkpoints, str(tmp_path), ["bf16", "tied"], fsdp=True, env=FULL)
     once = {path.name for path in (tmp_path / "tied" / "checkpoint-1").iterdir()}
     assert "model.safetensors" in once and not any("pytorch_model" in name for name in once)
     both = tmp_path / "bf16" / "checkpoint-1"
@@ -144,18 +150,51 @@ def test_a_full_checkpoint_holds_weights_once(ranks: Ranks, tmp_path: Path) -> N
     assert not all(torch.equal(weights[name].float(), master) for name, master in masters.items())
 
 
-def test_sharded_checkpoint_merges_with_accelerate(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(files_of_checkpoints, str(tmp_path), fsdp=True, env=SHARDED)
-    for name in ("bf16", "tied"):
+def merged(checkpoint: Path) -> Path:
+    """A folder for `from_pretrained`, from the shards of a checkpoint: what `accelerate merge-weights` runs."""
+    folder = checkpoint.parent / f"{checkpoint.name}-merged"
+    merge_fsdp_weights(str(checkpoint / "pytorch_model_fsdp_0"), str(folder))
+    (folder / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    return folder
+
+
+def test_sharded_checkpoint_holds_weights_once_and_merges_with_accelerate(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Masters, which open in the dtype that the model was loaded in."""
+    weights = ranks(files_of_checkpoints, str(tmp_path), [*BUILDERS], fsdp=True, env=SHARDED)[0]
+    for name, build in BUILDERS.items():
         checkpoint = tmp_path / name / "checkpoint-1"
-        merged = tmp_path / name / "merged"
-        command = ["merge-weights", str(checkpoint / "pytorch_model_fsdp_0"), str(merged)]
-        subprocess.run([sys.executable, "-m", "accelerate.commands.accelerate_cli", *command], check=True)
-        (merged / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
-        ours, theirs = (AutoModelForCausalLM.from_pretrained(f) for f in (checkpoint, merged))
-        assert ours.dtype == theirs.dtype == BUILDERS[name]().dtype
-        for key, tensor in ours.state_dict().items():
-            assert torch.equal(theirs.state_dict()[key], tensor), key
+        files = {path.name for path in checkpoint.iterdir()}
+        assert {"config.json", "generation_config.json", "training_args.bin"} <= files
+        assert not any(file.startswith(("model", "pytorch_model.")) for file in files)
+        opened, info = AutoModelForCausalLM.from_pretrained(merged(checkpoint), output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        assert opened.dtype == build().dtype
+        state = opened.state_dict()
+        assert all(torch.equal(state[key], w.to(opened.dtype)) for key, w in weights[name].items())
+    command = ["merge-weights", str(checkpoint / "pytorch_model_fsdp_0"), str(tmp_path / "by-command")]
+    subprocess.run([sys.executable, "-m", "accelerate.commands.accelerate_cli", *command], check=True)
+    assert load_file(tmp_path / "by-command" / "model.safetensors").keys() >= weights[name].keys()
+
+
+def push(folder: str) -> list[list[str]]:
+    """The names in each checkpoint folder when Trainer would upload it."""
+    found = []
+    for strategy in ("every_save", "end"):
+        trainer = models.trainer(f"{folder}/{strategy}", models.llama(), max_steps=1)
+        trainer.train()
+        trainer.args.push_to_hub, trainer.args.hub_strategy = True, strategy
+        uploaded: list[list[str]] = []
+        trainer._push_from_checkpoint = lambda at, seen=uploaded: seen.append(os.listdir(at))  # type: ignore[method-assign]
+        trainer._save_checkpoint(trainer.model, None)
+        found += uploaded
+    return found
+
+
+def test_sharded_checkpoint_that_goes_to_the_hub_holds_model_files(ranks: Ranks, tmp_path: Path) -> None:
+    every_save, end = ranks(push, str(tmp_path), fsdp=True, env=SHARDED)[0]
+    assert "model.safetensors" in every_save and "model.safetensors" not in end
 
 
 def save_directly(folder: str) -> dict[str, Any]:
@@ -174,83 +213,6 @@ def test_save_pretrained_of_shards_names_the_way_out_which_works(ranks: Ranks, t
     weights = ranks(save_directly, str(tmp_path), fsdp=True)[0]
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "loop").state_dict()
     assert all(torch.equal(saved[name], weight) for name, weight in weights.items())
-
-
-# --- streaming -----------------------------------------------------------------------------------------------
-
-
-def streamed(name: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    plugin = FP8Plugin(FP8Config(emulate=True))
-    accelerator = Accelerator(
-        cpu=os.environ.get("ACCELERATE_USE_FSDP") != "true", **plugin.accelerator_kwargs()
-    )
-    plain = BUILDERS[name]()
-    weights = {k: v.clone() for k, v in plain.state_dict().items()}
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    model, _ = plugin.prepare(accelerator, plain, optimizer)
-    ids = models.texts(2)[0]["input_ids"][None]
-    model(ids)  # leaves the tail of an FSDP2 model gathered
-    return {k: v.clone() for k, v in iter_full_weights(model)}, weights
-
-
-@pytest.mark.parametrize("name", ["tied", "mixtral"])
-@pytest.mark.parametrize("world", ["one", "ddp", "fsdp2-sharded"])
-def test_streamed_weights_are_what_save_pretrained_writes(
-    ranks: Ranks, tmp_path: Path, name: str, world: str
-) -> None:
-    results = ranks(streamed, name, **WORLDS[world])
-    plain = BUILDERS[name]()
-    plain.save_pretrained(tmp_path)
-    stock = load_file(tmp_path / "model.safetensors")
-    for found, weights in results:
-        plain.load_state_dict(weights)
-        assert found.keys() == stock.keys()
-        assert all(type(t) is torch.Tensor and torch.equal(t, stock[k]) for k, t in found.items())
-
-
-class Living:
-    """The bytes of full tensors that are alive, and their peak."""
-
-    def __init__(self) -> None:
-        self.now = self.peak = 0
-
-    def watch(self, tensor: torch.Tensor) -> torch.Tensor:
-        import weakref
-
-        size = tensor.untyped_storage().nbytes()
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(tensor, self._forget, size)
-        return tensor
-
-    def _forget(self, size: int) -> None:
-        self.now -= size
-
-
-def stream_watched() -> tuple[int, int, int]:
-    """(peak bytes of gathered tensors, bytes of the largest parameter, bytes of all)."""
-    from torch.distributed.tensor import DTensor
-
-    plugin = FP8Plugin(FP8Config(emulate=True))
-    accelerator = Accelerator(**plugin.accelerator_kwargs())
-    model = models.llama(num_hidden_layers=6)
-    model, _ = plugin.prepare(accelerator, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert isinstance(model, FSDPModule)
-    sizes = [p.numel() * 4 for p in model.parameters()]
-    living, gather = Living(), DTensor.full_tensor
-    DTensor.full_tensor = lambda self, **kwargs: living.watch(gather(self, **kwargs))  # type: ignore[method-assign]
-    try:
-        for _, tensor in iter_full_weights(model):
-            assert tensor.abs().max() >= 0
-    finally:
-        DTensor.full_tensor = gather  # type: ignore[method-assign]
-    return living.peak, max(sizes), sum(sizes)
-
-
-def test_streaming_holds_two_parameters_at_most(ranks: Ranks) -> None:
-    """The one in the consumer's hands, and the next while it arrives."""
-    for peak, largest, everything in ranks(stream_watched, fsdp=True):
-        assert 0 < peak <= 2 * largest < everything / 4
 
 
 # --- resume ------------------------------------------------------------------------------------------------
@@ -293,6 +255,44 @@ def test_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
         for losses, resumed, same in ranks(resume_run, folder, recipe, dtype, **WORLDS[world]):
             assert len(losses) == 6 and len(set(losses)) == 6
             assert resumed == losses and same
+
+
+def offloaded(folder: str, model: nn.Module, **flags: Any) -> FP8Trainer:
+    trainer = models.trainer(folder, model, **flags)
+    # What FSDP_OFFLOAD_PARAMS=true sets, less the pinned memory, which needs a GPU.
+    trainer.accelerator.state.fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+    return trainer
+
+
+def offloaded_run(folder: str, recipe: str) -> tuple[list[float], list[float], dict[str, torch.Tensor], Any]:
+    flags = {**RESUMED, "fp8_recipe": recipe}
+    whole = offloaded(folder, dropout_llama(torch.bfloat16), **flags)
+    whole.train()
+    assert "parameters on CPU" in str(whole.fp8_report)
+    whole.save_model(f"{folder}/final")
+    weights = models.whole(whole.model)
+    resumed = offloaded(folder, spoiled(dropout_llama(torch.bfloat16)), **flags)
+    resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    same = all(torch.equal(weights[k], v) for k, v in models.whole(resumed.model).items())
+    streamed = {name: tensor.clone() for name, tensor in iter_full_weights(whole.model)}
+    assert same and streamed.keys() == weights.keys()
+    assert all(torch.equal(weights[k], v) for k, v in streamed.items())
+    return models.losses(whole), models.losses(resumed), weights, sorted(os.listdir(f"{folder}/checkpoint-3"))
+
+
+@STATE_DICT_TYPES
+def test_offloaded_run_is_saved_and_resumed_bit_for_bit(
+    ranks: Ranks, tmp_path: Path, env: dict[str, str]
+) -> None:
+    for recipe in ("tensorwise", "delayed"):
+        folder = tmp_path / recipe
+        for losses, resumed, weights, files in ranks(offloaded_run, str(folder), recipe, fsdp=True, env=env):
+            assert resumed == losses and len(set(losses)) == 6
+            assert ("pytorch_model_fsdp.bin" if env == FULL else "pytorch_model_fsdp_0") in files
+            opened = AutoModelForCausalLM.from_pretrained(folder / "final")
+            assert opened.dtype == torch.bfloat16
+            state = opened.state_dict()
+            assert all(torch.equal(state[k], w.bfloat16()) for k, w in weights.items())
 
 
 class Loaded(TrainerCallback):
@@ -353,7 +353,9 @@ def test_checkpoint_continues_on_other_ranks(ranks: Ranks, tmp_path: Path, sourc
         for kind in ("weights", "moments"):
             for key, tensor in each[kind].items():
                 assert torch.isfinite(tensor).all() and torch.equal(tensor, first[kind][key]), (name, key)
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2").state_dict()
+    checkpoint = tmp_path / "checkpoint-2"
+    folder = merged(checkpoint) if source == "fsdp2-sharded" else checkpoint
+    saved = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert all(torch.equal(saved[key], tensor) for key, tensor in first["weights"].items())
 
 
@@ -368,7 +370,7 @@ def stock_run(folder: str, checkpoint: str | None) -> list[float]:
     return models.losses(trainer)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("world", ["one", "ddp", "fsdp2-sharded"])
+@pytest.mark.parametrize("world", WORLDS)
 def test_fp8_and_bf16_trainers_continue_each_other(ranks: Ranks, tmp_path: Path, world: str) -> None:
     flags = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "fp8_recipe": "delayed"}
     where = WORLDS[world]
@@ -376,6 +378,10 @@ def test_fp8_and_bf16_trainers_continue_each_other(ranks: Ranks, tmp_path: Path,
     middle = str(fp8 / "checkpoint-2")
     losses = ranks(first_run, str(fp8), models.llama, flags, **where)[0]
     bf16 = ranks(stock_run, str(stock), None, **where)[0]
+    if world == "fsdp2-full":
+        # Stock reads one file only, a second copy of the weights. The README's two lines write it.
+        model = AutoModelForCausalLM.from_pretrained(middle, dtype="float32")
+        torch.save(model.state_dict(), f"{middle}/pytorch_model_fsdp.bin")
     off = {**flags, "fp8": False, "bf16": True}
     for continued in (
         ranks(stock_run, str(tmp_path / "a"), middle, **where)[0],
@@ -472,7 +478,8 @@ def test_checkpoint_of_a_killed_process_is_refused_and_the_one_before_it_taken(
     folder = tmp_path / "killed"
     with pytest.raises(RankError, match="exit code -9"):
         ranks(killed_in, str(folder), function, **where)
-    assert (folder / "checkpoint-4" / "model.safetensors").is_file()
+    weights = "pytorch_model_fsdp_0/.metadata" if world == "fsdp2-sharded" else "model.safetensors"
+    assert (folder / "checkpoint-4" / weights).is_file()
     errors = ranks.errors(continue_run, str(folder), str(folder / "checkpoint-4"), models.llama, CUT, **where)
     for error in errors:
         assert error and error[0] == "ValueError" and "checkpoint-4 is not whole" in error[1]
@@ -524,28 +531,33 @@ def test_nothing_whole_is_an_error_and_edited_text_is_not(tmp_path: Path) -> Non
 
 
 class Spoil(TrainerCallback):
-    """After the first evaluation the weights go bad: far larger, so that an old scale would clip them."""
+    """After the second step the weights go bad: far larger, so that an old scale would clip them."""
 
     def __init__(self) -> None:
-        self.trainer: FP8Trainer | None = None
+        self.evaluated: list[dict[str, torch.Tensor]] = []
+        """The weights after each step, which are evaluated next."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model = kwargs["model"]
         if state.global_step == 3:
             with torch.no_grad():
-                for p in kwargs["model"].parameters():
+                for p in model.parameters():
                     p.mul_(20.0)
+        self.evaluated.append(models.whole(model))
 
 
 def best_run(folder: str, recipe: str) -> tuple[list[float], float, bool]:
     every_step = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     flags = {**every_step, "load_best_model_at_end": True, "max_steps": 4, "fp8_recipe": recipe}
-    trainer = models.trainer(folder, models.llama(), callbacks=[Spoil()], **flags)
+    spoil = Spoil()
+    trainer = models.trainer(folder, models.llama(), callbacks=[spoil], **flags)
     trainer.train()
+    loaded = models.whole(trainer.model)
     after = trainer.evaluate()["eval_loss"]
-    evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    best = AutoModelForCausalLM.from_pretrained(trainer.state.best_model_checkpoint).state_dict()
-    same = all(torch.equal(best[k], v) for k, v in iter_full_weights(trainer.model))
-    return evaluated[:4], after, same
+    evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry][:4]
+    best = spoil.evaluated[evaluated.index(min(evaluated))]
+    same = all(torch.equal(best[k], v) for k, v in loaded.items())
+    return evaluated, after, same
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
