@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, extract_model_from_parallel
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from peft import PeftModel
+from peft.utils.other import fsdp_auto_wrap_policy
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     FullStateDictConfig,
@@ -93,6 +94,12 @@ def set_fsdp1_options(accelerator: Accelerator) -> None:
     if accelerator.device.type == "cpu":
         # "Offloaded" there, moments of the optimizer would share one buffer, and the last one written would win.
         plugin.optim_state_dict_config.offload_to_cpu = False
+
+
+def wrap_adapters(accelerator: Accelerator, model: nn.Module) -> None:
+    """Give each adapter a flat parameter of its own, for all in one have one dtype. Trainer does so in training."""
+    if isinstance(model, PeftModel):
+        accelerator.state.fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)
 
 
 def free_gathered(model: nn.Module) -> None:

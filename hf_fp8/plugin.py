@@ -31,6 +31,7 @@ from hf_fp8.fsdp1 import (
     free_gathered,
     is_fsdp1,
     set_fsdp1_options,
+    wrap_adapters,
 )
 from hf_fp8.gathering import WeightGather, shard_group
 from hf_fp8.grad_unroll import unroll_gradients
@@ -110,8 +111,11 @@ class FP8Plugin:
         """
         optimizers = [o for o in others if isinstance(o, torch.optim.Optimizer)]
         self.prepare_model(accelerator, model, *optimizers)
+        before = named_parameter_objects(model)
         prepared = accelerator.prepare(model, *others)
         for optimizer in optimizers:
+            if self._wrapped is not None:  # parameters on the meta device were replaced
+                remap_optimizer(optimizer, before, self._wrapped)
             self.check(optimizer)
         for optimizer in optimizers[-1:]:  # several step one after the other: the last ends the step
             optimizer.register_step_post_hook(lambda *_: self.after_optimizer_step())
@@ -167,6 +171,8 @@ class FP8Plugin:
             fsdp.activation_checkpointing = fsdp.activation_checkpointing_offload = False
             notes.append("activation checkpointing on every block")
         self._compile(accelerator, model)
+        if is_fsdp1(accelerator):
+            wrap_adapters(accelerator, model)
         if accelerator.is_fsdp2:
             before = named_parameter_objects(model)
             notes.append(shard_model(model, accelerator))

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
     StateDictType,
     fully_shard,
 )
+from torch.distributed.fsdp._common_utils import FSDP_PREFIX
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from hf_fp8.regions import no_split_classes
@@ -248,7 +249,7 @@ def remap_optimizer(
             "The optimizer already has state for the unsharded parameters. Prepare the model before the first step, "
             "and load optimizer checkpoints after it."
         )
-    after = dict(model.named_parameters())
+    after = {name.replace(FSDP_PREFIX, ""): parameter for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         unknown = [p for p in group["params"] if p not in before]
         if unknown:

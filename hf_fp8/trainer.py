@@ -63,6 +63,7 @@ class FP8TrainerMixin:
     accelerator: Any
     optimizer: Any
     lr_scheduler: Any
+    callback_handler: Any
     state: Any
     fp8_plugin: FP8Plugin
     _fp8_dtypes: dict[str, torch.dtype]
@@ -72,8 +73,9 @@ class FP8TrainerMixin:
         self._fp8_model: nn.Module | None = None
         super().__init__(*args, **kwargs)
         self.fp8_grad_unroll = GradUnrollCallback(self.fp8_plugin)
-        for callback in (self.fp8_throughput, AmaxSyncCallback(self.fp8_plugin), self.fp8_grad_unroll):
-            self.add_callback(callback)  # type: ignore[attr-defined]
+        self.add_callback(self.fp8_throughput)  # type: ignore[attr-defined]
+        # In front: a callback of the user may evaluate at the same event.
+        self.callback_handler.callbacks[:0] = [AmaxSyncCallback(self.fp8_plugin), self.fp8_grad_unroll]
         self.fp8_plugin.tokens = _tokens_per_batch(self.args, getattr(self, "train_dataset", None))
         if self.args.n_gpu > 1:
             raise RuntimeError(

@@ -15,7 +15,7 @@ from accelerate.utils import GradientAccumulationPlugin
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, _init_utils
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -41,10 +41,17 @@ def token_ids(count: int = 8) -> torch.Tensor:
 # --- the failure, and its cure ------------------------------------------------------------------------------
 
 
-def bare_loop(compiled: bool, evaluate: bool, new_length: bool, unroll: bool) -> list[float] | str:
+def bare_loop(compiled: bool, unroll: bool) -> dict[str, list[float] | str]:
     """Plain FSDP1 without this package, gradients cleared after the forward; its losses, or how it ended."""
+    return {
+        "evaluation after a step": bare_case(compiled, unroll, evaluate=True),
+        "new length in training": bare_case(compiled, unroll, evaluate=False),
+    }
+
+
+def bare_case(compiled: bool, unroll: bool, evaluate: bool) -> list[float] | str:
     torch._dynamo.reset()
-    model: Any = models.llama()
+    model: Any = models.llama(num_hidden_layers=1)
     for block in model.model.layers if compiled else ():
         block.compile(backend="aot_eager")
     policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
@@ -54,8 +61,8 @@ def bare_loop(compiled: bool, evaluate: bool, new_length: bool, unroll: bool) ->
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     try:
-        for step in range(3):
-            ids = token_ids()[:, : 16 - 4 * step * new_length]
+        for step in range(2):
+            ids = token_ids()[:, : 16 if evaluate else 16 - 4 * step]
             if unroll:
                 unroll_gradients(model)
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -67,36 +74,28 @@ def bare_loop(compiled: bool, evaluate: bool, new_length: bool, unroll: bool) ->
                 if unroll:
                     unroll_gradients(model)
                 with torch.no_grad():
-                    model(input_ids=ids, labels=ids, use_cache=False)
+                    losses.append(model(input_ids=ids, labels=ids, use_cache=False).loss.item())
     except Exception:
         return traceback.format_exc()
     return losses
 
 
-@pytest.mark.parametrize(
-    "case", [(True, False), (False, True)], ids=["evaluation-after-a-step", "new-length-in-training"]
-)
-def test_compiled_fsdp1_fails_on_stale_gradients_and_unrolling_cures_it(
-    ranks: Ranks, case: tuple[bool, bool]
-) -> None:
+def test_compiled_fsdp1_fails_on_stale_gradients_and_unrolling_cures_it(ranks: Ranks) -> None:
     """pytorch/pytorch#139110: if the first assertion fails, torch has fixed it and `grad_unroll.py` can go."""
-    for failed in ranks(bare_loop, True, *case, False):
-        assert "attempting to assign a gradient of size" in failed
-    expected = ranks(bare_loop, False, *case, False)
-    for cured, eager in zip(ranks(bare_loop, True, *case, True), expected, strict=True):
-        assert cured == pytest.approx(eager, rel=1e-6)
+    for failed in ranks(bare_loop, True, False):
+        for how in failed.values():
+            assert "attempting to assign a gradient of size" in how
+    for cured, eager in zip(ranks(bare_loop, True, True), ranks(bare_loop, False, False), strict=True):
+        for case, expected in eager.items():
+            assert cured[case] == pytest.approx(expected, rel=1e-6)
 
 
-def left_alone() -> bool:
+def test_unrolling_leaves_a_model_without_fsdp1_alone() -> None:
     model = models.llama()
     ids = token_ids(2)
     model(input_ids=ids, labels=ids).loss.backward()
     unroll_gradients(model)
-    return all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_unrolling_leaves_a_model_without_fsdp1_alone() -> None:
-    assert left_alone()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 # --- training -----------------------------------------------------------------------------------------------
@@ -124,7 +123,7 @@ class Facts:
 
 
 def train(folder: str, build: Callable[[], nn.Module], flags: Any, between: bool = False) -> Facts:
-    """`between`: evaluate after each step, once with stale gradients still there and once without them."""
+    """`between`: evaluate first, and after each step with stale gradients still there and again without them."""
     counters.clear()
     model = build()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -169,28 +168,28 @@ def test_fsdp1_trains_as_fsdp2_does_and_evaluation_changes_nothing(
     ranks: Ranks, tmp_path: Path, recipe: str
 ) -> None:
     flags = {"fp8_recipe": recipe}
-    cases = [(flags, False), ({**flags, **COMPILED}, False), ({**flags, **COMPILED}, True)]
+    cases = [(flags, False), ({**flags, **COMPILED}, True)]
     results = ranks(train_many, str(tmp_path), models.bf16_llama, cases, fsdp=True, env=FSDP1)
     fsdp2 = ranks(train, str(tmp_path), models.bf16_llama, {**flags, "fp8_all_gather": "off"}, fsdp=True)[0]
     ddp = ranks(train, str(tmp_path), models.llama, flags)[0]
     assert fsdp2.sharded2
-    for eager, compiled, evaluated in results:
-        for each in (eager, compiled, evaluated):
+    for eager, evaluated in results:
+        for each in (eager, evaluated):
             assert each.wrapped and not each.unchanged and not each.buffers
-            assert each.losses == pytest.approx(ddp.losses, rel=5e-3)
+        assert eager.losses == pytest.approx(ddp.losses, rel=5e-3)
         # A delayed weight scale of FSDP2 is that of the fp32 master, here that of the gathered bf16 weight.
         assert eager.losses == pytest.approx(fsdp2.losses, rel=2e-3 if recipe == "delayed" else 1e-6)
-        assert compiled.losses == pytest.approx(eager.losses, rel=1e-3)
-        assert evaluated.losses == compiled.losses
-        assert len(evaluated.evaluations) == 7
-        assert evaluated.evaluations[0] > evaluated.evaluations[-1]
-        # Evaluated after the step with and without gradients, and again at the next one: same weights, same loss.
-        assert evaluated.evaluations[1::2] == evaluated.evaluations[2::2]
-        assert compiled.graphs == 1 and evaluated.graphs == 2  # training, evaluation; all blocks share them
+        assert evaluated.losses == pytest.approx(eager.losses, rel=1e-6)
+        # After each step with the gradients still there and again without them: same weights, same loss.
+        assert evaluated.evaluations[0::2] == evaluated.evaluations[1::2]
+        assert evaluated.evaluations[::2] == sorted(evaluated.evaluations[::2], reverse=True)
+        assert len(evaluated.evaluations) == 6
+        # Training and evaluation, which the delayed recipe runs with exact scales before its first step.
+        assert evaluated.graphs == (3 if recipe == "delayed" else 2)
 
 
 def test_tied_and_adapted_models_and_all_strategies_train(ranks: Ranks, tmp_path: Path) -> None:
-    delayed = {**COMPILED, "fp8_recipe": "delayed"}
+    delayed = {"fp8_recipe": "delayed"}
     for strategy, build, flags in (
         ("SHARD_GRAD_OP", models.llama, delayed),
         ("NO_SHARD", models.llama, delayed),
@@ -222,7 +221,7 @@ def gradients(recipe: str, accumulation: int, wrap: bool) -> dict[str, torch.Ten
     plugin = FP8Plugin(FP8Config(recipe=recipe, emulate=True, amax_sync=False))
     accelerator = Accelerator(
         gradient_accumulation_steps=accumulation,
-        dynamo_backend="aot_eager" if wrap else "no",
+        dynamo_backend="eager" if wrap and recipe == "tensorwise" else "no",
         **plugin.accelerator_kwargs(),
     )
     model: Any = models.llama()
@@ -307,7 +306,10 @@ def loaded_from_rank_0(meta: bool) -> set[str]:
         else:
             models.with_nan(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    model, optimizer = plugin.prepare(accelerator, model, optimizer)
+    with pytest.MonkeyPatch.context() as patch:
+        # Broadcasts over gloo work; only this check does not know it.
+        patch.setattr(_init_utils, "_check_module_states_for_sync_module_states", lambda states: None)
+        model, optimizer = plugin.prepare(accelerator, model, optimizer)
     ids = token_ids()
     accelerator.backward(model(input_ids=ids, labels=ids).loss)
     with FullyShardedDataParallel.summon_full_params(model):
