@@ -18,7 +18,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import PreTrainedModel
 
 from hf_fp8.adapters import follow_adapters
@@ -36,6 +36,7 @@ from hf_fp8.fsdp1 import (
 from hf_fp8.gathering import WeightGather, shard_group
 from hf_fp8.grad_unroll import unroll_gradients
 from hf_fp8.linear import FP8_BUFFERS, FP8Module, fp8_modules
+from hf_fp8.offload import check_offload, offloads_parameters, warn_of_slow_step
 from hf_fp8.regions import Blocks, checkpoint_activations, compile_model, find_blocks, recompute_blocks
 from hf_fp8.scaling import ScalingState, WeightScales, WeightsInForward
 from hf_fp8.selection import ConversionReport, convert, select
@@ -117,6 +118,8 @@ class FP8Plugin:
             if self._wrapped is not None:  # parameters on the meta device were replaced
                 remap_optimizer(optimizer, before, self._wrapped)
             self.check(optimizer)
+            if offloads_parameters(accelerator):
+                warn_of_slow_step(optimizer)
         for optimizer in optimizers[-1:]:  # several step one after the other: the last ends the step
             optimizer.register_step_post_hook(lambda *_: self.after_optimizer_step())
         if self.scaling is not None:
@@ -228,13 +231,12 @@ class FP8Plugin:
         modules = fp8_modules(model)
         gather = None
         if accelerator.is_fsdp2:
-            offload = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
-            gather = WeightGather(model, self.config, offload=offload)
+            gather = WeightGather(model, self.config, offload=offloads_parameters(accelerator))
             self.report.notes.append(gather.note)
         scaled = modules if delayed else gather.modules if gather else {}
         if not scaled:
             return
-        if is_fsdp1(accelerator):
+        if is_fsdp1(accelerator) or offloads_parameters(accelerator):
             self._delay(accelerator, model, WeightsInForward(modules, accelerator.device), cached=False)
             return
         cached = delayed and self.config.weight_cache and accelerator.distributed_type != DistributedType.FSDP
@@ -374,6 +376,7 @@ class FP8Plugin:
         accelerator.__class__ = _FP8Accelerator
         cast(_FP8Accelerator, accelerator).fp8_plugin = self
         if accelerator.is_fsdp2:
+            check_offload(accelerator)
             set_mixed_precision_policy(accelerator)
 
     def _options(self) -> list[str]:

@@ -131,7 +131,7 @@ class WeightScales:
 
 
 class WeightsInForward:
-    """In place of `WeightScales` where no rank holds a weight outside the forward, as under FSDP1.
+    """In place of `WeightScales` where weights are out of reach between forwards: FSDP1's flat ones, offloaded ones.
 
     Converted modules keep no weight scale, and take the exact one of the gathered weight in each forward.
     """

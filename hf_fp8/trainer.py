@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sized
-from typing import Any
+from typing import Any, cast
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, save_fsdp_model, save_fsdp_optimizer
 from torch import nn
 from torch.distributed.fsdp import StateDictType
+from torchao.optim import CPUOffloadOptimizer
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import rotate_checkpoints
@@ -41,6 +43,12 @@ from hf_fp8.fsdp1 import (
     full_fsdp1_state_dict,
     is_fsdp1,
     save_fsdp1_masters,
+)
+from hf_fp8.offload import (
+    check_offload_optimizer,
+    offload_optimizer,
+    offloads_parameters,
+    warn_of_slow_step,
 )
 from hf_fp8.plugin import FP8Plugin
 from hf_fp8.selection import ConversionReport
@@ -103,6 +111,8 @@ class FP8TrainerMixin:
         )
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.fp8_plugin.adopt(self.accelerator)
+        if self.args.fp8_offload_optimizer:
+            check_offload_optimizer(self.accelerator, cast(Any, self.args).max_grad_norm)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         built = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
@@ -125,6 +135,16 @@ class FP8TrainerMixin:
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         self.fp8_grad_unroll.before_prediction_step()
         return super().prediction_step(*args, **kwargs)  # type: ignore[misc]
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        if isinstance(optimizer, AcceleratedOptimizer | CPUOffloadOptimizer):  # a second call of train()
+            return optimizer
+        if self.args.fp8_offload_optimizer:
+            self.optimizer = offload_optimizer(optimizer)
+        elif offloads_parameters(self.accelerator):
+            warn_of_slow_step(optimizer)
+        return self.optimizer
 
     def _prepare_for_training(self, max_steps: int, loader: Any, resume_from_checkpoint: Any) -> Any:
         self._fp8_prepare()
