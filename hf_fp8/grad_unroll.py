@@ -3,7 +3,7 @@
 FSDP1 keeps the parameters of a block in one flat parameter. During a forward, `module.weight` is a view of the
 gathered flat parameter, while the gradient of that flat parameter, `weight._base.grad`, is still the *shard* of
 the last backward: smaller than the tensor it belongs to. Eager code never looks. Dynamo wraps the base of every
-view that it traces and stops (pytorch/pytorch#139110, closed without a fix, still so in torch 2.11 and 2.13):
+view that it traces and stops (pytorch/pytorch#139110, closed without a fix, still so in torch 2.13):
 
     attempting to assign a gradient of size '[18496]' to a tensor of size '[36992]'
 
