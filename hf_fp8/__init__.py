@@ -6,6 +6,7 @@ from hf_fp8.arguments import FP8ArgumentsMixin, FP8TrainingArguments
 from hf_fp8.callbacks import ThroughputCallback
 from hf_fp8.config import FP8Config
 from hf_fp8.export import ExportReport, export_fp8
+from hf_fp8.grad_unroll import unroll_gradients
 from hf_fp8.linear import revert
 from hf_fp8.plugin import FP8Plugin
 from hf_fp8.selection import ConversionReport
@@ -26,6 +27,7 @@ __all__ = [
     "export_fp8",
     "iter_full_weights",
     "revert",
+    "unroll_gradients",
 ]
 
 # The report must be seen without any logging set-up, like the messages of transformers.

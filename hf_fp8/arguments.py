@@ -65,6 +65,12 @@ class FP8ArgumentsMixin:
     fp8_experts: Optional[Literal["auto", "on", "off"]] = field(  # noqa: UP045
         default=None, metadata={"help": "Mixture-of-experts GEMMs in FP8 (default: auto)."}
     )
+    fp8_offload_optimizer: bool = field(
+        default=False,
+        metadata={
+            "help": "One GPU: Adam's state lives and steps on the CPU (torchao). Needs --max_grad_norm 0."
+        },
+    )
     torch_compile_regional: bool = field(
         default=True,
         metadata={

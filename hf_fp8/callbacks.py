@@ -50,6 +50,25 @@ class ThroughputCallback(TrainerCallback):
         self._tokens, self._started = 0, time.perf_counter()
 
 
+class GradUnrollCallback(TrainerCallback):
+    """FSDP1 with compile: drops stale gradients before each accumulation window and each validation step.
+
+    Does nothing without FSDP1; why it is needed says `grad_unroll.py`.
+    """
+
+    def __init__(self, plugin: FP8Plugin) -> None:
+        self.plugin = plugin
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.plugin.begin_window()
+
+    def before_prediction_step(self) -> None:
+        """Called by `FP8TrainerMixin`: transformers has an event after a validation step, and none before."""
+        self.plugin.begin_evaluation()
+
+
 class AmaxSyncCallback(TrainerCallback):
     """After each optimizer step: the one all-reduce that shares amaxes and sets all scales."""
 

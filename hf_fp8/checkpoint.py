@@ -83,14 +83,14 @@ def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
 
 def refuse_sharded_save(model: nn.Module) -> None:
     """Make `model.save_pretrained(folder)` say what to do where it would fail on the shards."""
-    if not isinstance(model, FSDPModule) or not isinstance(model, PreTrainedModel | PeftModel):
+    if not isinstance(model, PreTrainedModel | PeftModel):
         return
     save = cast(Any, model).save_pretrained
 
     def save_pretrained(*args: Any, **kwargs: Any) -> None:
         if len(args) < 3 and kwargs.get("state_dict") is None:
             raise RuntimeError(
-                "save_pretrained() of a model that is sharded by FSDP2 sees only this rank's part of the weights. Call "
+                "save_pretrained() of a sharded model sees only this rank's part of the weights. Call "
                 "trainer.save_model(folder) on all ranks; in a loop of your own, model.save_pretrained(folder, "
                 "state_dict=accelerator.get_state_dict(model), is_main_process=accelerator.is_main_process)."
             )

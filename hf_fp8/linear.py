@@ -254,7 +254,7 @@ class FP8Module(nn.Module):
     fp8_calibrating: bool
     bias: Any
     fp8_weight: Tensor | None
-    fp8_weight_scale: Tensor
+    fp8_weight_scale: Any  # Tensor, or None where each forward takes its own
     fp8_input_scale: Tensor
     fp8_input_amax: Tensor
     fp8_grad_scale: Tensor
@@ -276,6 +276,8 @@ class FP8Module(nn.Module):
         w_scale = self.fp8_weight_scale
         if isinstance(w_NK, Float8TrainingTensor):  # gathered as FP8
             w_fp8, w_scale = w_NK._data, w_NK._scale
+        elif w_scale is None:  # see WeightsInForward
+            w_scale = amax_to_scale(w_NK.detach().abs().amax(-1).amax(), E4M3)
         y_MN = _FP8DelayedMatmul.apply(
             x_MK,
             w_NK,

@@ -18,17 +18,28 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import PreTrainedModel
 
 from hf_fp8.adapters import follow_adapters
 from hf_fp8.checkpoint import refuse_sharded_save
 from hf_fp8.config import FP8Config, keep_accelerate_from_converting, launch_mixed_precision
+from hf_fp8.fsdp1 import (
+    TO_FSDP2,
+    check_compiled_fsdp1,
+    check_fsdp1,
+    free_gathered,
+    is_fsdp1,
+    set_fsdp1_options,
+    wrap_adapters,
+)
 from hf_fp8.gathering import WeightGather, shard_group
+from hf_fp8.grad_unroll import unroll_gradients
 from hf_fp8.head import CompiledHead, compile_head
 from hf_fp8.linear import FP8_BUFFERS, FP8Module, fp8_modules
+from hf_fp8.offload import check_offload, offloads_parameters, warn_of_slow_step
 from hf_fp8.regions import Blocks, checkpoint_activations, compile_model, find_blocks, recompute_blocks
-from hf_fp8.scaling import ScalingState, WeightScales
+from hf_fp8.scaling import ScalingState, WeightScales, WeightsInForward
 from hf_fp8.selection import ConversionReport, convert, select
 from hf_fp8.sharding import (
     check_optimizer,
@@ -72,6 +83,8 @@ class FP8Plugin:
         self.head: CompiledHead | None = None
         """Head and loss of a causal LM as one region, where blocks are compiled."""
         self._model: nn.Module | None = None
+        self._wrapped: nn.Module | None = None  # FSDP1's wrapper of the model
+        self._in_window = False  # micro-batches have been accumulated that no optimizer step has used yet
         self._blocks: Blocks = []
         self._compiled = False
         self._finished = False
@@ -101,9 +114,14 @@ class FP8Plugin:
         """
         optimizers = [o for o in others if isinstance(o, torch.optim.Optimizer)]
         self.prepare_model(accelerator, model, *optimizers)
+        before = named_parameter_objects(model)
         prepared = accelerator.prepare(model, *others)
         for optimizer in optimizers:
+            if self._wrapped is not None:  # parameters on the meta device were replaced
+                remap_optimizer(optimizer, before, self._wrapped)
             self.check(optimizer)
+            if offloads_parameters(accelerator):
+                warn_of_slow_step(optimizer)
         for optimizer in optimizers[-1:]:  # several step one after the other: the last ends the step
             optimizer.register_step_post_hook(lambda *_: self.after_optimizer_step())
         if self.scaling is not None:
@@ -126,12 +144,14 @@ class FP8Plugin:
             return
         self.adopt(accelerator)
         self.config.check_hardware(accelerator.device)
-        self._model, self._finished = model, False
+        self._model, self._wrapped, self._finished = model, None, False
         self.weights = self.scaling = self.head = None
         self._blocks = find_blocks(model)
         notes = []
         if accelerator.is_fsdp2:
             notes.append(upcast_masters(model))
+        if is_fsdp1(accelerator):
+            notes.append("FSDP1: Accelerate wraps the blocks, and keeps trainable parameters in float32")
         if self.config.enabled:
             report = select(model, self.config, self.tokens)
             convert(model, report, self.config)
@@ -150,17 +170,18 @@ class FP8Plugin:
             raise RuntimeError("finish() needs the model that convert() was called with")
         notes = self.report.notes
         fsdp = accelerator.state.fsdp_plugin if accelerator.distributed_type == DistributedType.FSDP else None
-        if fsdp is not None and fsdp.activation_checkpointing and accelerator.is_fsdp2:
+        if fsdp is not None and fsdp.activation_checkpointing:
             checkpoint_activations(model, self._blocks, offload=fsdp.activation_checkpointing_offload)
             # Done: Accelerate must not do it once more.
             fsdp.activation_checkpointing = fsdp.activation_checkpointing_offload = False
             notes.append("activation checkpointing on every block")
         self._compile(accelerator, model)
+        if is_fsdp1(accelerator):
+            wrap_adapters(accelerator, model)
         if accelerator.is_fsdp2:
             before = named_parameter_objects(model)
             notes.append(shard_model(model, accelerator))
             set_forward_modes(model, accelerator)
-            refuse_sharded_save(model)
             for optimizer in optimizers:
                 remap_optimizer(optimizer, before, model)
         elif self.config.enabled and self.config.all_gather == "on":
@@ -168,6 +189,8 @@ class FP8Plugin:
                 "fp8_all_gather=on, but nothing is gathered: the run is not FSDP2. Start it with "
                 "accelerate_configs/fsdp2.yaml, or use fp8_all_gather=auto."
             )
+        if fsdp is not None:
+            refuse_sharded_save(model)
         if self.config.enabled:
             self._scale_once_per_step(accelerator, model)
         self._finished = True
@@ -184,6 +207,8 @@ class FP8Plugin:
                     "Pass --torch_compile true."
                 )
             return
+        if is_fsdp1(accelerator):
+            check_compiled_fsdp1(accelerator)
         options = dynamo.to_kwargs() | {"backend": dynamo.backend.value.lower()}
         # The launcher always exports USE_DYNAMIC=False, which would recompile for every new length and fall back to
         # eager after eight: None lets torch make a second, dynamic graph.
@@ -201,7 +226,8 @@ class FP8Plugin:
         dynamo.backend = DynamoBackend.NO  # done: Accelerate must not compile on top
         self.report.notes.append(note)
         self._compiled = True
-        if self.torch_compile_regional:
+        # FSDP1 puts gathered weights where only the head itself finds them.
+        if self.torch_compile_regional and not is_fsdp1(accelerator):
             self.head = compile_head(model, self._is_calibrating, {**options, "fullgraph": False})
             if self.head is not None:
                 self.report.notes.append("head and loss compiled as one region")
@@ -213,11 +239,13 @@ class FP8Plugin:
         modules = fp8_modules(model)
         gather = None
         if accelerator.is_fsdp2:
-            offload = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
-            gather = WeightGather(model, self.config, offload=offload)
+            gather = WeightGather(model, self.config, offload=offloads_parameters(accelerator))
             self.report.notes.append(gather.note)
         scaled = modules if delayed else gather.modules if gather else {}
         if not scaled:
+            return
+        if is_fsdp1(accelerator) or offloads_parameters(accelerator):
+            self._delay(accelerator, model, WeightsInForward(modules, accelerator.device), cached=False)
             return
         cached = delayed and self.config.weight_cache and accelerator.distributed_type != DistributedType.FSDP
         self.weights = WeightScales(
@@ -229,12 +257,25 @@ class FP8Plugin:
             on_change=gather.attach if gather else None,
         )
         if delayed:
-            shared = dist.group.WORLD if self.config.amax_sync and accelerator.num_processes > 1 else None
-            self.scaling = ScalingState(self.weights, self.config, accelerator.device, shared)
-            self.report.notes.append(self._delayed_note(modules, cached=cached, shared=shared is not None))
-            # DDP would copy rank 0's buffers over everybody's before each forward.
-            buffers = [f"{name}.{buffer}" for name in modules for buffer in FP8_BUFFERS]
-            nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
+            self._delay(accelerator, model, self.weights, cached=cached)
+
+    def _delay(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        weights: WeightScales | WeightsInForward,
+        *,
+        cached: bool,
+    ) -> None:
+        assert self.report is not None
+        shared = dist.group.WORLD if self.config.amax_sync and accelerator.num_processes > 1 else None
+        self.scaling = ScalingState(weights, self.config, accelerator.device, shared)
+        self.report.notes.append(
+            self._delayed_note(weights.modules, cached=cached, shared=shared is not None)
+        )
+        # DDP would copy rank 0's buffers over everybody's before each forward.
+        buffers = [f"{name}.{buffer}" for name in weights.modules for buffer in FP8_BUFFERS]
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
 
     def _delayed_note(self, modules: dict[str, FP8Module], *, cached: bool, shared: bool) -> str:
         note = f"delayed scaling: history {self.config.amax_history_len}, margin {self.config.amax_margin}"
@@ -250,7 +291,11 @@ class FP8Plugin:
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Every trainable parameter is in `optimizer` exactly once (RuntimeError)."""
         assert self._model is not None
-        check_optimizer(optimizer, self._model)
+        check_optimizer(optimizer, self._wrapped or self._model)
+
+    def wrapped(self, model: nn.Module) -> None:
+        """Called with FSDP1's wrapper of the model."""
+        self._wrapped = model
 
     def begin_calibration(self) -> None:
         """The delayed recipe's first micro-batch runs with exact scales, and eagerly: not worth a graph.
@@ -265,18 +310,43 @@ class FP8Plugin:
 
     def after_backward(self) -> None:
         """Called after each micro-batch's backward: ends the calibration."""
+        self._in_window = True
         if self.scaling is not None and self.scaling.calibrating:
             self.scaling.end_calibration()
 
     def after_optimizer_step(self) -> None:
         """The one collective of the step: new weight scales, and the delayed recipe's amax sync."""
+        self._in_window = False
         # A forward between backward and step left weights gathered, which are old now.
-        if isinstance(self._model, FSDPModule):
+        if self._wrapped is not None:
+            free_gathered(self._wrapped)
+        elif isinstance(self._model, FSDPModule):
             reshard(self._model)
         if self.scaling is not None:
             self.scaling.sync()
         elif self.weights is not None:
             self.weights.refresh()
+
+    def begin_window(self) -> None:
+        """Called before the first forward of each optimizer step: FSDP1's stale gradients go (`grad_unroll.py`)."""
+        self._in_window = False
+        if self._wrapped is not None:
+            unroll_gradients(self._wrapped)
+
+    def begin_evaluation(self) -> None:
+        """The same before a forward in evaluation.
+
+        Raises:
+            RuntimeError: under FSDP1, gradients of micro-batches still wait for their optimizer step.
+        """
+        if self._wrapped is None:
+            return
+        if self._in_window:
+            raise RuntimeError(
+                "FSDP1 cannot evaluate between backward and optimizer step: the gradients accumulated so far would be "
+                f"lost. Evaluate after the step (on_step_end in a TrainerCallback). {TO_FSDP2}"
+            )
+        unroll_gradients(self._wrapped)
 
     def adopt(self, accelerator: Accelerator) -> None:
         """Make `accelerator` leave alone what this plugin does.
@@ -304,9 +374,13 @@ class FP8Plugin:
                 "hf_fp8 shards over data-parallel ranks only. Set parallelism_config_tp_size, _cp_size and _sp_size "
                 "to 1 in the launch config."
             )
+        if is_fsdp1(accelerator):
+            check_fsdp1(accelerator)
+            set_fsdp1_options(accelerator)
         accelerator.__class__ = _FP8Accelerator
         cast(_FP8Accelerator, accelerator).fp8_plugin = self
         if accelerator.is_fsdp2:
+            check_offload(accelerator)
             set_mixed_precision_policy(accelerator)
 
     def _options(self) -> list[str]:
@@ -330,6 +404,12 @@ class _FP8Accelerator(Accelerator):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         super().backward(loss, **kwargs)
         self.fp8_plugin.after_backward()
+
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        prepared = super().prepare_model(model, *args, **kwargs)
+        if isinstance(prepared, FullyShardedDataParallel):
+            self.fp8_plugin.wrapped(prepared)
+        return prepared
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

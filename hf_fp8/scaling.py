@@ -130,6 +130,24 @@ class WeightScales:
             self.on_change(self._shards)
 
 
+class WeightsInForward:
+    """In place of `WeightScales` where weights are out of reach between forwards: FSDP1's flat ones, offloaded ones.
+
+    Converted modules keep no weight scale, and take the exact one of the gathered weight in each forward.
+    """
+
+    group: Group = None
+
+    def __init__(self, modules: dict[str, FP8Module], device: torch.device) -> None:
+        self.modules, self.device = modules, device
+
+    def local_amax(self) -> Tensor:
+        return torch.empty(0, device=self.device)
+
+    def apply(self, amax: Tensor) -> None:
+        pass
+
+
 class ScalingState:
     """The delayed recipe's state of one model: amax history and scales of inputs and output gradients.
 
@@ -142,7 +160,11 @@ class ScalingState:
     """
 
     def __init__(
-        self, weights: WeightScales, config: FP8Config, device: torch.device, group: Group = None
+        self,
+        weights: WeightScales | WeightsInForward,
+        config: FP8Config,
+        device: torch.device,
+        group: Group = None,
     ) -> None:
         self.modules, self.weights, self.config, self.group = weights.modules, weights, config, group
         n = len(self.modules)

@@ -25,12 +25,15 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
+    FullyShardedDataParallel,
     MixedPrecisionPolicy,
     StateDictType,
     fully_shard,
 )
+from torch.distributed.fsdp._common_utils import FSDP_PREFIX
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
+from hf_fp8.offload import held_parameters, offload_policy
 from hf_fp8.regions import no_split_classes
 from hf_fp8.roles import hf_roots
 
@@ -73,7 +76,7 @@ def shard_model(model: nn.Module, accelerator: Accelerator) -> str:
     mesh = accelerator.torch_device_mesh
     options: dict[str, Any] = {
         "reshard_after_forward": plugin.reshard_after_forward,
-        "offload_policy": plugin.cpu_offload,
+        "offload_policy": offload_policy(accelerator),
         "mp_policy": plugin.mixed_precision_policy,
         "mesh": mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)] if mesh is not None else None,
         "ignored_params": _ignored_parameters(model, plugin.ignored_modules),
@@ -250,7 +253,7 @@ def remap_optimizer(
             "The optimizer already has state for the unsharded parameters. Prepare the model before the first step, "
             "and load optimizer checkpoints after it."
         )
-    after = dict(model.named_parameters())
+    after = {name.replace(FSDP_PREFIX, ""): parameter for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         unknown = [p for p in group["params"] if p not in before]
         if unknown:
@@ -297,7 +300,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
             "loaded again. Use SHARDED_STATE_DICT."
         )
     names = named_parameter_objects(model)
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    held = held_parameters(optimizer)
     strangers = sum(p not in names for p in held)
     if strangers or len(held) != len(set(held)):
         raise RuntimeError(
@@ -305,7 +308,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
             f"and {len(held) - len(set(held))} of which repeat. Build it from model.parameters()."
         )
     missing = [name for p, name in names.items() if p.requires_grad and p not in set(held)]
-    if missing and len(missing) < len(names) and isinstance(model, FSDPModule):
+    if missing and len(missing) < len(names) and isinstance(model, FSDPModule | FullyShardedDataParallel):
         raise RuntimeError(
             f"{len(missing)} trainable parameters are not in the optimizer and would never change, the first is "
             f"{missing[0]!r}. Give every parameter with requires_grad to the optimizer, or freeze it."

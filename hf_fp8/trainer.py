@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sized
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, save_fsdp_model, save_fsdp_optimizer
 from peft import PeftModel
 from torch import nn
 from torch.distributed.fsdp import StateDictType
+from torchao.optim import CPUOffloadOptimizer
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_pt_utils import remove_dummy_checkpoint
@@ -23,7 +25,7 @@ from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from hf_fp8.arguments import FP8ArgumentsMixin
-from hf_fp8.callbacks import AmaxSyncCallback, ThroughputCallback
+from hf_fp8.callbacks import AmaxSyncCallback, GradUnrollCallback, ThroughputCallback
 from hf_fp8.checkpoint import (
     dtypes_of,
     from_rank_0,
@@ -40,6 +42,19 @@ from hf_fp8.checkpoint import (
     unwrap,
 )
 from hf_fp8.completeness import begin_checkpoint, check_checkpoint, finish_checkpoint, newest_whole_checkpoint
+from hf_fp8.fsdp1 import (
+    check_resume_fsdp1,
+    free_gathered,
+    full_fsdp1_state_dict,
+    is_fsdp1,
+    save_fsdp1_masters,
+)
+from hf_fp8.offload import (
+    check_offload_optimizer,
+    offload_optimizer,
+    offloads_parameters,
+    warn_of_slow_step,
+)
 from hf_fp8.plugin import FP8Plugin
 from hf_fp8.selection import ConversionReport
 from hf_fp8.sharding import reshard
@@ -61,6 +76,7 @@ class FP8TrainerMixin:
     accelerator: Any
     optimizer: Any
     lr_scheduler: Any
+    callback_handler: Any
     state: Any
     fp8_plugin: FP8Plugin
     _fp8_dtypes: dict[str, torch.dtype]
@@ -70,8 +86,10 @@ class FP8TrainerMixin:
         self._fp8_model: nn.Module | None = None
         self._fp8_checkpoint: str | None = None
         super().__init__(*args, **kwargs)
-        for callback in (self.fp8_throughput, AmaxSyncCallback(self.fp8_plugin)):
-            self.add_callback(callback)  # type: ignore[attr-defined]
+        self.fp8_grad_unroll = GradUnrollCallback(self.fp8_plugin)
+        self.add_callback(self.fp8_throughput)  # type: ignore[attr-defined]
+        # In front: a callback of the user may evaluate at the same event.
+        self.callback_handler.callbacks[:0] = [AmaxSyncCallback(self.fp8_plugin), self.fp8_grad_unroll]
         self.fp8_plugin.tokens = _tokens_per_batch(self.args, getattr(self, "train_dataset", None))
         if self.args.n_gpu > 1:
             raise RuntimeError(
@@ -99,6 +117,8 @@ class FP8TrainerMixin:
         )
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.fp8_plugin.adopt(self.accelerator)
+        if self.args.fp8_offload_optimizer:
+            check_offload_optimizer(self.accelerator, cast(Any, self.args).max_grad_norm)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         built = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
@@ -118,12 +138,32 @@ class FP8TrainerMixin:
             self._fp8_model, self._fp8_dtypes = model, dtypes_of(model)  # before masters are upcast
         self.fp8_plugin.convert(self.accelerator, model)
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.fp8_grad_unroll.before_prediction_step()
+        return super().prediction_step(*args, **kwargs)  # type: ignore[misc]
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        if isinstance(optimizer, AcceleratedOptimizer | CPUOffloadOptimizer):  # a second call of train()
+            return optimizer
+        if self.args.fp8_offload_optimizer:
+            self.optimizer = offload_optimizer(optimizer)
+        elif offloads_parameters(self.accelerator):
+            warn_of_slow_step(optimizer)
+        return self.optimizer
+
+    def _prepare_for_training(self, max_steps: int, loader: Any, resume_from_checkpoint: Any) -> Any:
         self._fp8_prepare()
-        reshard(self.model)  # an evaluation gathers parameters, and the optimizer must get the shards
+        if is_fsdp1(self.accelerator):
+            check_resume_fsdp1(
+                self.model, resumes=bool(resume_from_checkpoint) or self.args.load_best_model_at_end
+            )
+        # An evaluation gathers parameters, and the optimizer must get the shards.
+        reshard(self.model)
+        free_gathered(self.model)
         if self.accelerator.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
             _undo_evaluation_prepare(self.model)
-        prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
+        prepared = super()._prepare_for_training(max_steps, loader, resume_from_checkpoint)  # type: ignore[misc]
         self.fp8_plugin.check(self.optimizer)
         self.fp8_plugin.begin_calibration()
         return prepared
@@ -133,6 +173,9 @@ class FP8TrainerMixin:
         if self.accelerator.is_fsdp2 and self.model not in self.accelerator._models:
             # Already sharded; Trainer would call `prepare` without an optimizer, which FSDP2 refuses.
             self.accelerator._models.append(self.model)
+        elif is_fsdp1(self.accelerator):
+            # Trainer would evaluate a compiled model unsharded, and then never shard it.
+            self.model = self.model_wrapped = self.accelerator.prepare_model(self.model)
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     # --- checkpoints ------------------------------------------------------------------------------------
@@ -148,24 +191,30 @@ class FP8TrainerMixin:
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a model that `from_pretrained` opens, under FSDP2 for every state dict type. Call on all ranks.
+        """Write a model that `from_pretrained` opens, under FSDP for every state dict type. Call on all ranks.
 
         Trainer's own call for a checkpoint under SHARDED_STATE_DICT writes everything but the weights: they are in the
         checkpoint's shards, which is what a user of that type asked for (no rank gathers the model at each save).
         """
-        if not self.accelerator.is_fsdp2:
+        if self.accelerator.distributed_type != DistributedType.FSDP:
             return super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         folder = output_dir or self.args.output_dir
-        in_shards = _internal_call and folder == self._fp8_checkpoint and self._fp8_keeps_shards_only()
-        state = {} if in_shards else full_state_dict(self.model, self._fp8_dtypes, keep=self.args.should_save)
+        in_shards = False
+        if not self.accelerator.is_fsdp2:
+            state = full_fsdp1_state_dict(self.model, self._fp8_dtypes)
+        else:
+            in_shards = _internal_call and folder == self._fp8_checkpoint and self._fp8_keeps_shards_only()
+            keep = self.args.should_save
+            state = {} if in_shards else full_state_dict(self.model, self._fp8_dtypes, keep=keep)
         if self.args.should_save:
             self._save(folder, state_dict=state)  # type: ignore[attr-defined]
             if in_shards:
                 remove_dummy_checkpoint(True, folder, [SAFE_WEIGHTS_NAME])
-            if isinstance(self.model, PreTrainedModel):
+            model = self.accelerator.unwrap_model(self.model)
+            if isinstance(model, PreTrainedModel):
                 # save_pretrained has noted the dtype of the masters.
-                self.model.config.dtype = next(d for d in self._fp8_dtypes.values() if d.is_floating_point)
-                self.model.config.save_pretrained(folder)
+                model.config.dtype = next(d for d in self._fp8_dtypes.values() if d.is_floating_point)
+                model.config.save_pretrained(folder)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
@@ -202,7 +251,7 @@ class FP8TrainerMixin:
             finish_checkpoint(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.accelerator.is_fsdp2:
+        if self.accelerator.distributed_type == DistributedType.FSDP:
             self._fp8_save_fsdp_state(output_dir)
         else:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
@@ -214,7 +263,9 @@ class FP8TrainerMixin:
         plugin = self.accelerator.state.fsdp_plugin
         whole_model = isinstance(self.model, PreTrainedModel)
         written = whole_model and dtypes_of(self.model) == self._fp8_dtypes
-        if plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT or not written:
+        if is_fsdp1(self.accelerator) and plugin.state_dict_type == StateDictType.FULL_STATE_DICT:
+            save_fsdp1_masters(self.model, folder, write=self.args.should_save)
+        elif plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT or not written:
             save_fsdp_model(plugin, self.accelerator, self.model, folder, adapter_only=True)
         save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, folder)
         if self.args.should_save:

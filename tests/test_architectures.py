@@ -299,6 +299,40 @@ def test_trains_evaluates_saves_and_loads_when_sharded(trained: Trained, name: s
         assert each.losses == results[0][name].losses  # type: ignore[union-attr]
 
 
+def loaded_over_meta(folder: str) -> dict[str, set[str] | str]:
+    """Of each architecture, the parameters and buffers that differ from a model of one process after prepare."""
+    differing: dict[str, set[str] | str] = {}
+    for name in ARCHITECTURES:
+        forget_accelerate()
+        expected = build(name)
+        with torch.device("meta" if dist.get_rank() else "cpu"):
+            model = build(name)
+        trainer = models.trainer(folder, model, examples(ARCHITECTURES[name].data))
+        try:
+            trainer._fp8_prepare()
+        except Exception:
+            differing[name] = traceback.format_exc()
+            continue
+        assert isinstance(model, FSDPModule)
+        found = {**gathered(model), **dict(model.named_buffers())}
+        reference = {**expected.state_dict(), **dict(expected.named_buffers())}
+        differing[name] = {key for key, tensor in reference.items() if not torch.equal(found[key], tensor)}
+        if found.keys() - reference.keys() - {k for k in found if ".fp8_" in k} or any(
+            tensor.is_meta for tensor in (*model.parameters(), *model.buffers())
+        ):
+            differing[name] = {*differing[name], "not filled"}
+    return differing
+
+
+def test_ranks_that_hold_nothing_get_every_parameter_and_buffer_from_rank_0(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Non-persistent buffers (rotary frequencies, position ids) are in no state dict; ties must survive."""
+    env = {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+    for differing in ranks(loaded_over_meta, str(tmp_path), fsdp=True, env=env):
+        assert differing == {name: set() for name in ARCHITECTURES}
+
+
 # --- logged loss -------------------------------------------------------------------------------------------
 
 

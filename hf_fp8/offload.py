@@ -1,0 +1,133 @@
+"""CPU offload: of everything under FSDP2, or of the optimizer alone on one GPU.
+
+FSDP2 (`fsdp_offload_params: true`) keeps shards of parameters, gradients and optimizer state in host memory; a
+block's shards go to the GPU to be gathered, in high precision, and its gradients come back. Gradient norms are
+then reduced between CPU tensors, for which the process group needs gloo beside NCCL (pytorch/pytorch#148532).
+
+On one GPU torchao's `CPUOffloadOptimizer` (`fp8_offload_optimizer`) moves only gradients and new weights: the
+weights stay on the GPU, the optimizer state and a copy of the weights live in host memory, gradients travel
+during backward.
+
+Either way Adam runs on the CPU, where the fused implementation is vectorised and threaded, and `foreach` has
+nothing to offer: see `examples/offload.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torchao.optim import CPUOffloadOptimizer
+
+logger = logging.getLogger(__name__)
+
+_ADAM = (torch.optim.Adam, torch.optim.AdamW)
+
+
+# --- everything, under FSDP2 --------------------------------------------------------------------------------
+
+
+def offloads_parameters(accelerator: Accelerator) -> bool:
+    """Whether the launch config asks FSDP2 for CPU offload."""
+    return accelerator.is_fsdp2 and isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+
+
+def check_offload_backend(backends: str, device: torch.device) -> None:
+    """Refuse a process group that cannot reduce CPU tensors.
+
+    Args:
+        backends: as `torch.distributed.get_backend_config()` gives them, for example `cpu:gloo,cuda:nccl`.
+        device: where the model computes.
+
+    Raises:
+        ValueError: naming the remedy.
+    """
+    if "cpu" in {entry.split(":")[0] for entry in backends.split(",")}:
+        return
+    raise ValueError(
+        f"Offloaded gradients live on the CPU, but the process group has only {backends!r}: gradient clipping would "
+        "fail. Start with accelerate_configs/fsdp2_cpu_offload.yaml, whose fsdp_offload_params: true makes Accelerate "
+        "set up both, or with the process group cpu:gloo,cuda:nccl: in Python, "
+        f"InitProcessGroupKwargs(backend='cpu:gloo,{device.type}:nccl') for the first Accelerator of the process."
+    )
+
+
+def check_offload(accelerator: Accelerator) -> None:
+    if offloads_parameters(accelerator):
+        check_offload_backend(dist.get_backend_config(), accelerator.device)
+
+
+def offload_policy(accelerator: Accelerator) -> Any:
+    """FSDP2's policy. Pinned memory, which copies to a GPU want, does not exist without one."""
+    policy = accelerator.state.fsdp_plugin.cpu_offload
+    pinned = isinstance(policy, CPUOffloadPolicy) and policy.pin_memory
+    return CPUOffloadPolicy(pin_memory=False) if pinned and accelerator.device.type == "cpu" else policy
+
+
+def warn_of_slow_step(optimizer: torch.optim.Optimizer) -> None:
+    """On CPU tensors torch's Adam goes through one parameter after another unless told `fused=True`."""
+    if isinstance(optimizer, _ADAM) and not all(group.get("fused") for group in optimizer.param_groups):
+        logger.warning(
+            "%s steps on offloaded parameters one by one: its fused implementation is faster on a CPU. "
+            "Build it with fused=True, or pass --optim adamw_torch_fused.",
+            type(optimizer).__name__,
+        )
+
+
+# --- the optimizer, on one GPU ------------------------------------------------------------------------------
+
+
+def check_offload_optimizer(accelerator: Accelerator, max_grad_norm: float) -> None:
+    """Refuse `fp8_offload_optimizer` where torchao's optimizer cannot be right.
+
+    Raises:
+        ValueError: naming the remedy.
+    """
+    fsdp = accelerator.distributed_type == DistributedType.FSDP
+    if accelerator.num_processes > 1 or fsdp:
+        raise ValueError(
+            f"fp8_offload_optimizer is for one GPU, but this run has {accelerator.num_processes} processes"
+            f"{' under FSDP' if fsdp else ''}: gradients would leave for the CPU before they "
+            "are reduced. Use accelerate_configs/fsdp2_cpu_offload.yaml there."
+        )
+    if max_grad_norm > 0:
+        raise ValueError(
+            "fp8_offload_optimizer sends each gradient to the CPU during backward, before its norm is known: clipping "
+            f"would have no effect. Pass --max_grad_norm 0 (it is {max_grad_norm})."
+        )
+    if accelerator.device.type != "cuda":
+        raise ValueError(
+            f"fp8_offload_optimizer frees GPU memory, but training runs on {accelerator.device.type!r}. Drop the flag."
+        )
+
+
+def offload_optimizer(optimizer: torch.optim.Optimizer) -> CPUOffloadOptimizer:
+    """torchao's offloaded form of an Adam that has not stepped yet, with its parameter groups, fused.
+
+    Raises:
+        ValueError: another optimizer.
+    """
+    if type(optimizer) not in _ADAM:
+        raise ValueError(
+            f"fp8_offload_optimizer runs Adam on the CPU, got {type(optimizer).__name__}. "
+            "Use --optim adamw_torch_fused, or drop the flag."
+        )
+    known = inspect.signature(type(optimizer)).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in known}
+    groups = [{**group, "fused": True, "foreach": False} for group in optimizer.param_groups]
+    return CPUOffloadOptimizer(groups, type(optimizer), **{**options, "fused": True, "foreach": False})
+
+
+def held_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The parameters of the model that `optimizer` steps on."""
+    if isinstance(optimizer, CPUOffloadOptimizer):
+        small = [p for group in optimizer.d_param_groups for p in group["params"]]
+        return [*optimizer.param_d2h_map, *small]
+    return [p for group in optimizer.param_groups for p in group["params"]]
