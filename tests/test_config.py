@@ -23,7 +23,7 @@ from test_launch_configs import free_port, launch_environment
 
 # Field by field: a value that is not the default, as Python, as flags, and as YAML under `fp8_config:`.
 FIELDS: dict[str, tuple[Any, list[str], str]] = {
-    "recipe": ("delayed", ["--fp8_recipe", "delayed"], "recipe: delayed"),
+    "recipe": ("tensorwise", ["--fp8_recipe", "tensorwise"], "recipe: tensorwise"),
     "skip": (
         ("*.down_proj", "model.layers.0.*"),
         ["--fp8_skip", "*.down_proj", "model.layers.0.*"],
@@ -281,7 +281,7 @@ def test_fp8_launch_config_trains_layers_that_this_package_converted(
     """Also with `--bf16` beside it and with the backend in lower case, which Accelerate's own path cannot read."""
     launched(monkeypatch, tmp_path, f"backend: {backend}", "emulate: true", "recipe: rowwise")
     # No flag says fp8: the launch config alone does.
-    trained = trainer(str(tmp_path), llama(), bf16=bf16, fp8_emulate=None, max_steps=1)
+    trained = trainer(str(tmp_path), llama(), bf16=bf16, fp8_emulate=None, fp8_recipe=None, max_steps=1)
     trained.train()
     converted = {row.name for row in trained.fp8_report.converted}
     assert converted and converted == set(fp8_modules(trained.model))

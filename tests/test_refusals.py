@@ -115,7 +115,7 @@ def test_launch_config_and_flags_that_contradict_fp8_are_refused(
     env: dict[str, str], flags: dict[str, Any], parts: tuple[str, ...], tmp_path: Path
 ) -> None:
     with environment(**{**LAUNCHED, **env}), refuses(ValueError, *parts):
-        arguments(str(tmp_path), **flags)
+        arguments(str(tmp_path), **{"fp8_recipe": None, **flags})
 
 
 def test_launch_fp16_is_refused_by_the_plugin_of_a_plain_loop() -> None:

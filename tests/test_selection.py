@@ -35,7 +35,9 @@ from hf_fp8.linear import FP8Conv1D, FP8Linear, fp8_modules
 from hf_fp8.selection import convert, is_slower, select
 from models import SIZES, llama, tied_llama, vit
 
-EMULATED = FP8Config(emulate=True)  # every layer that FP8 can compute, whatever its speed
+EMULATED = FP8Config(
+    recipe="tensorwise", emulate=True
+)  # every layer that FP8 can compute, whatever its speed
 DECODER = {**SIZES, "num_key_value_heads": 2, "vocab_size": 128}
 LLAMA_LAYER = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),
