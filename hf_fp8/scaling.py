@@ -189,12 +189,10 @@ class ScalingState:
     @torch.no_grad()
     def sync(self) -> None:
         """After an optimizer step: share all amaxes (one all-reduce MAX), roll the history, set the scales."""
-        with record_function("hf_fp8: amax of weights"):
-            weights = self.weights.local_amax()
+        weights = self.weights.local_amax()
         with record_function("hf_fp8: amax sync"):
             weights = self._sync(weights)
-        with record_function("hf_fp8: weight casts"):
-            self.weights.apply(weights)
+        self.weights.apply(weights)
         if self.calibrating:
             self._set_calibrating(False)
 
