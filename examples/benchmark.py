@@ -1,8 +1,10 @@
-"""How fast is it? FP8 training against bf16 and against the other ways to FP8, in one process.
+"""How fast is it? FP8 training against bf16 and against the other ways to FP8, all in one run.
 
     python examples/benchmark.py --shape llama3-8b-8l --batch 4 --seq 4096
     python examples/benchmark.py --shape llama3.2-1b --modes bf16 torchao ours:tensorwise loop:tensorwise
     python examples/benchmark.py --smoke                            # tiny, emulated, on a CPU
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes 2 examples/benchmark.py \\
+        --dtype float32 --modes bf16 accelerate-fp8 ours:delayed ours:delayed,fsdp_reshard_after_forward=false
 
 Modes, each a full training step (forward, backward, clipping, fused AdamW) on random tokens:
 
@@ -15,6 +17,11 @@ Modes, each a full training step (forward, backward, clipping, fused AdamW) on r
 `--profile` adds where the GPU time goes: GEMMs, casts, attention, optimizer, and the delayed recipe's work after
 the optimizer step, in three more steps that do not count.
 
+Under `accelerate launch` every mode trains sharded; options that start with `fsdp_` are keys of the launch
+config's `fsdp_config` for one mode. The table then also shows what FSDP2 sends from each GPU in a step (counted in a
+step after the measured ones), and the largest peak memory of all GPUs; times are those of rank 0. Accelerate's FP8
+needs `--dtype float32` there.
+
 The modes take turns, `--rounds` times. The clock is read on the GPU at the end of each step and waited for
 only around the measured window; what Trainer itself waits for (it looks at every loss) counts. Times depend
 on the machine; compare the ratios.
@@ -24,13 +31,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -60,7 +65,8 @@ from transformers import (
 )
 
 from hf_fp8 import FP8Plugin, FP8Trainer, FP8TrainingArguments
-from kernel_times import KernelTimes
+from kernel_times import KernelTimes, print_profile
+from launched import Traffic, is_main, join, launch_config, leave, of_all_ranks, sharded, world_size
 from runs import Run, clean_start, environment, fp8_gpu, parse_runs, peak_gib, print_rows
 
 _LLAMA3: dict[str, Any] = {
@@ -161,7 +167,9 @@ class Clock:
     def __init__(self, args: Arguments) -> None:
         self.warmup, self.steps, self.last = args.warmup, args.steps, args.total_steps
         self.kernels = KernelTimes() if args.profile else None
-        self._profiling = ExitStack()
+        self.traffic = Traffic() if sharded() else None
+        """Of the first step after the measured ones."""
+        self._counting, self._profiling = ExitStack(), ExitStack()
         self.marks: list[Any] = []
         self.started = time.perf_counter()
         self.startup = 0.0
@@ -175,6 +183,10 @@ class Clock:
             self.startup = time.perf_counter() - self.started
         if self.warmup <= step <= self.warmup + self.steps:
             self.marks.append(self._now())
+        if self.traffic is not None and step == self.warmup + self.steps:
+            self._counting.enter_context(self.traffic.counted())
+        if step == self.warmup + self.steps + 1:
+            self._counting.close()
         if self.kernels is not None and step == self.last - PROFILED:
             self._profiling.enter_context(self.kernels.measured(PROFILED))
         if step == self.last:
@@ -226,18 +238,6 @@ def make_model(args: Arguments) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-@contextmanager
-def launch_config(**values: str) -> Iterator[None]:
-    """The variables that `accelerate launch` would set from its config file, while a trainer is built and runs."""
-    before = dict(os.environ)
-    os.environ.update({f"ACCELERATE_{name}": value for name, value in values.items()})
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 def training_values(args: Arguments) -> dict[str, Any]:
     """Arguments that every Trainer mode shares."""
     return {
@@ -269,10 +269,12 @@ def measure_trainer(trainer: Trainer, args: Arguments) -> dict[str, Any]:
 
 
 def result(clock: Clock, loss_first: float, loss_last: float) -> dict[str, Any]:
-    profiled = {} if clock.kernels is None else {"kernel_ms": clock.kernels.by_kind}
+    extra: dict[str, Any] = {}
     if clock.kernels is not None:
-        profiled["after_step_ms"] = clock.kernels.by_label
-    return profiled | {
+        extra |= {"kernel_ms": clock.kernels.by_kind, "after_step_ms": clock.kernels.by_label}
+    if clock.traffic is not None:
+        extra |= {"gathered_bytes": clock.traffic.gathered, "reduced_bytes": clock.traffic.reduced}
+    return extra | {
         "step_ms": clock.milliseconds(),
         "startup_s": clock.startup,
         "peak_gib": peak_gib(),
@@ -282,7 +284,7 @@ def result(clock: Clock, loss_first: float, loss_last: float) -> dict[str, Any]:
 
 
 def measure_bf16(run: Run, args: Arguments, data: Dataset) -> dict[str, Any]:
-    with launch_config(DYNAMO_USE_REGIONAL_COMPILATION="true"):
+    with launch_config(fp8=False, compiled=args.torch_compile, options=run.launch):
         training_args = TrainingArguments(
             **training_values(args), bf16=True, torch_compile=args.torch_compile
         )
@@ -291,7 +293,8 @@ def measure_bf16(run: Run, args: Arguments, data: Dataset) -> dict[str, Any]:
 
 
 def measure_accelerate(run: Run, args: Arguments, data: Dataset) -> dict[str, Any]:
-    with launch_config(MIXED_PRECISION="fp8", FP8_BACKEND="AO", DYNAMO_USE_REGIONAL_COMPILATION="true"):
+    fp8 = {"MIXED_PRECISION": "fp8", "FP8_BACKEND": "AO"}
+    with launch_config(fp8=True, compiled=args.torch_compile, options=run.launch, **fp8):
         training_args = TrainingArguments(**training_values(args), torch_compile=args.torch_compile)
         trainer = Trainer(model=make_model(args), args=training_args, train_dataset=data)
         measured = measure_trainer(trainer, args)
@@ -308,10 +311,10 @@ def measure_torchao(run: Run, args: Arguments, data: Dataset) -> dict[str, Any]:
     if args.torch_compile:
         for block in model.model.layers:
             block.compile()
-    trainer = Trainer(
-        model=model, args=TrainingArguments(**training_values(args), bf16=True), train_dataset=data
-    )
-    return measure_trainer(trainer, args) | {"converted": count(model, Float8Linear)}
+    with launch_config(fp8=False, compiled=False, options=run.launch):
+        training_args = TrainingArguments(**training_values(args), bf16=True)
+        trainer = Trainer(model=model, args=training_args, train_dataset=data)
+        return measure_trainer(trainer, args) | {"converted": count(model, Float8Linear)}
 
 
 def our_arguments(run: Run, args: Arguments) -> FP8TrainingArguments:
@@ -324,13 +327,19 @@ def our_arguments(run: Run, args: Arguments) -> FP8TrainingArguments:
 
 
 def measure_ours(run: Run, args: Arguments, data: Dataset) -> dict[str, Any]:
-    trainer = FP8Trainer(model=make_model(args), args=our_arguments(run, args), train_dataset=data)
-    measured = measure_trainer(trainer, args)
+    with launch_config(fp8=True, compiled=args.torch_compile, options=run.launch):
+        trainer = FP8Trainer(model=make_model(args), args=our_arguments(run, args), train_dataset=data)
+        measured = measure_trainer(trainer, args)
     report = trainer.fp8_report
     return measured | {"converted": len(report.converted), "fp8_flop_share": report.flop_coverage}
 
 
 def measure_loop(run: Run, args: Arguments, data: Dataset) -> dict[str, Any]:
+    with launch_config(fp8=True, compiled=args.torch_compile, options=run.launch):
+        return bare_loop(run, args, data)
+
+
+def bare_loop(run: Run, args: Arguments, data: Dataset) -> dict[str, Any]:
     """The same model and the same work as `measure_ours`, without Trainer."""
     training_args = our_arguments(run, args)
     model = make_model(args)
@@ -366,7 +375,8 @@ def measure_loop(run: Run, args: Arguments, data: Dataset) -> dict[str, Any]:
         if step == args.total_steps:
             break
     assert plugin.report is not None
-    measured = result(clock, first.item(), last.item())
+    losses = (statistics.fmean(of_all_ranks(loss.item())) for loss in (first, last))
+    measured = result(clock, *losses)
     return measured | {
         "converted": len(plugin.report.converted),
         "fp8_flop_share": plugin.report.flop_coverage,
@@ -386,6 +396,23 @@ MEASURES = {
 }
 
 
+def measured(run: Run, args: Arguments, data: Dataset) -> dict[str, Any]:
+    """One mode in one round. A baseline that crashes is a result: it has an `error`, and the exit status is 1."""
+    clean_start()
+    try:
+        found = MEASURES[run.kind](run, args, data)
+    except Exception as error:
+        traceback.print_exc()
+        found = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+    everywhere = of_all_ranks(found)
+    failed = [(rank, each) for rank, each in enumerate(everywhere) if "error" in each]
+    if failed:
+        where = "" if len(failed) == len(everywhere) else f"rank {failed[0][0]}: "
+        return {"error": where + failed[0][1]["error"]}
+    peaks = [each["peak_gib"] for each in everywhere if each["peak_gib"] is not None]
+    return everywhere[0] | {"peak_gib": max(peaks, default=None)}
+
+
 def summarise(rounds: list[dict[str, Any]], args: Arguments) -> dict[str, Any]:
     """One mode over its rounds: medians of time, the largest memory, the first round's start-up and losses."""
     median = statistics.median(ms for done in rounds for ms in done["step_ms"])
@@ -394,7 +421,7 @@ def summarise(rounds: list[dict[str, Any]], args: Arguments) -> dict[str, Any]:
         "step_ms": [ms for done in rounds for ms in done["step_ms"]],
         "median_ms": median,
         "median_ms_by_round": [statistics.median(done["step_ms"]) for done in rounds],
-        "tokens_per_second": args.batch * args.seq * args.accumulation / median * 1e3,
+        "tokens_per_second": args.batch * args.seq * args.accumulation * world_size() / median * 1e3,
         "peak_gib": max(peaks, default=None),
     }
 
@@ -417,16 +444,19 @@ def compare(
 
 def print_table(modes: dict[str, dict[str, Any]]) -> None:
     header = ("mode", "ms/step", "tokens/s", "vs bf16", "peak GiB", "start s", "loss", "layers in FP8")
+    if sharded():
+        header += ("MB gathered", "MB reduced")
     rows = []
     for name, mode in modes.items():
         if "error" in mode:
-            rows.append((name, "failed", *["-"] * 6))
+            rows.append((name, "failed", *["-"] * (len(header) - 2)))
             continue
         ratio = f"{mode['speedup']:.3f}x" if "speedup" in mode else "-"
         peak = "-" if mode["peak_gib"] is None else f"{mode['peak_gib']:.1f}"
         losses = f"{mode['loss_first']:.2f} > {mode['loss_last']:.2f}"
         speed = (f"{mode['median_ms']:.1f}", f"{mode['tokens_per_second']:,.0f}", ratio)
-        rows.append((name, *speed, peak, f"{mode['startup_s']:.1f}", losses, str(mode["converted"])))
+        sent = [f"{mode[key] / 1e6:,.2f}" for key in ("gathered_bytes", "reduced_bytes") if key in mode]
+        rows.append((name, *speed, peak, f"{mode['startup_s']:.1f}", losses, str(mode["converted"]), *sent))
     print()
     print_rows(header, rows)
     for name, mode in modes.items():
@@ -435,23 +465,6 @@ def print_table(modes: dict[str, dict[str, Any]]) -> None:
         loop = modes.get("loop" + name.removeprefix("ours"), {})
         if name.startswith("ours") and "median_ms" in mode and "median_ms" in loop:
             print(f"\nTrainer over a bare loop ({name}): {mode['median_ms'] / loop['median_ms'] - 1:+.1%}")
-
-
-def print_profile(modes: dict[str, dict[str, Any]]) -> None:
-    """GPU milliseconds a step by kind of kernel, and of the work after the optimizer step in % of the step."""
-    profiled = {name: mode for name, mode in modes.items() if "kernel_ms" in mode}
-    for key, title, unit in (("kernel_ms", "GPU ms a step", "ms"), ("after_step_ms", "after the step", "%")):
-        kinds = sorted({kind for mode in profiled.values() for kind in mode[key]})
-        rows = []
-        for kind in kinds:
-            times = [mode[key].get(kind, 0.0) for mode in profiled.values()]
-            shares = [time / mode["median_ms"] for time, mode in zip(times, profiled.values())]
-            rows.append(
-                (kind, *([f"{t:.1f}" for t in times] if unit == "ms" else [f"{s:.2%}" for s in shares]))
-            )
-        if rows:
-            print()
-            print_rows((title, *profiled), rows)
 
 
 def draw(modes: dict[str, dict[str, Any]], title: str, path: Path) -> None:
@@ -475,10 +488,11 @@ def draw(modes: dict[str, dict[str, Any]], title: str, path: Path) -> None:
 
 def main() -> None:
     (args,) = HfArgumentParser((Arguments,)).parse_args_into_dataclasses()
-    runs = parse_runs(args.modes)
+    runs = parse_runs(args.modes, launch_options=True)
     unknown = [run.name for run in runs if run.kind not in MEASURES]
     if unknown:
         raise ValueError(f"Unknown modes: {', '.join(unknown)}. Known: {', '.join(MEASURES)}.")
+    join()
     facts = environment()
     config = (
         AutoConfig.from_pretrained(args.model_name_or_path) if args.model_name_or_path else SHAPES[args.shape]
@@ -493,30 +507,35 @@ def main() -> None:
         for run in runs:
             if run.name in errors:
                 continue
-            clean_start()
-            print(f"round {turn + 1}/{args.rounds}: {run.name}", file=sys.stderr, flush=True)
-            try:
-                rounds[run.name].append(MEASURES[run.kind](run, args, data))
-            except Exception as error:  # a baseline that crashes is a result: shown in the table, and rc 1
-                traceback.print_exc()
-                errors[run.name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            if is_main():
+                print(f"round {turn + 1}/{args.rounds}: {run.name}", file=sys.stderr, flush=True)
+            found = measured(run, args, data)
+            if "error" in found:
+                errors[run.name] = found["error"]
+            else:
+                rounds[run.name].append(found)
             modes = compare(rounds, errors, args)
-            # After each mode: what was measured survives an interruption.
-            record = {"environment": facts, "arguments": asdict(args), "modes": modes}
-            output.write_text(json.dumps(record) + "\n")
+            if is_main():  # after each mode: what was measured survives an interruption
+                record = {"environment": facts, "arguments": asdict(args), "modes": modes}
+                output.write_text(json.dumps(record) + "\n")
+    if is_main():
+        show(modes, args, facts)
+    leave()
+    sys.exit(any("error" in mode for mode in modes.values()))
+
+
+def show(modes: dict[str, dict[str, Any]], args: Arguments, facts: dict[str, str]) -> None:
+    """What was measured, on the terminal and as a picture."""
     size = f"{args.accumulation} x {args.batch} x {args.seq} tokens"
+    if world_size() > 1:
+        size = f"{world_size()} ranks, {size} each"
     title = f"{args.model_name_or_path or args.shape}, {size}, {facts['device']}"
-    print(
-        "\n"
-        + title
-        + "\n"
-        + ", ".join(f"{name} {value}" for name, value in facts.items() if name != "device")
-    )
+    versions = ", ".join(f"{name} {value}" for name, value in facts.items() if name != "device")
+    print(f"\n{title}\n{versions}")
     print_table(modes)
     print_profile(modes)
     if args.plot:
-        draw(modes, title, output.with_suffix(".png"))
-    sys.exit(any("error" in mode for mode in modes.values()))
+        draw(modes, title, Path(args.output).with_suffix(".png"))
 
 
 if __name__ == "__main__":

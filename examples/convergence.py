@@ -288,6 +288,7 @@ def main() -> None:
         runs[run.name] = train(run, args, train_set, held_out)
         output.write_text(json.dumps(record) + "\n")
     compare(runs)
+    output.write_text(json.dumps(record) + "\n")
     draw(runs, args.steps, output.with_suffix(".png"))
     print_table(runs)
     print(f"\n{len(train_bytes) / 1e6:.1f} MB of text; written: {output}, {output.with_suffix('.png')}")

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+
+from runs import print_rows
 
 # The first kind that has a part of the kernel's name takes it.
 KINDS = {
@@ -51,3 +54,20 @@ def kind_of(kernel: str) -> str:
     """The kind of a kernel, `other` for an unknown name."""
     name = kernel.lower()
     return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "other")
+
+
+def print_profile(modes: dict[str, dict[str, Any]]) -> None:
+    """GPU milliseconds a step by kind of kernel, and of the work after the optimizer step in % of the step."""
+    profiled = {name: mode for name, mode in modes.items() if "kernel_ms" in mode}
+    for key, title, unit in (("kernel_ms", "GPU ms a step", "ms"), ("after_step_ms", "after the step", "%")):
+        kinds = sorted({kind for mode in profiled.values() for kind in mode[key]})
+        rows = []
+        for kind in kinds:
+            times = [mode[key].get(kind, 0.0) for mode in profiled.values()]
+            shares = [time / mode["median_ms"] for time, mode in zip(times, profiled.values())]
+            rows.append(
+                (kind, *([f"{t:.1f}" for t in times] if unit == "ms" else [f"{s:.2%}" for s in shares]))
+            )
+        if rows:
+            print()
+            print_rows((title, *profiled), rows)

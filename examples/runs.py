@@ -1,7 +1,8 @@
 """What `convergence.py` and `benchmark.py` share: naming runs, a clean start for each, and the machine's facts.
 
 A run is written `kind:option,key=value`: `bf16`, `delayed:margin=1`, `ours:rowwise,head=off`. Keys are the
-FP8 flags without their prefix (`margin` for `--fp8_amax_margin`), or any other training argument.
+FP8 flags without their prefix (`margin` for `--fp8_amax_margin`), or any other training argument; `benchmark.py` also
+takes keys of a launch config's `fsdp_config`.
 """
 
 from __future__ import annotations
@@ -36,10 +37,14 @@ class Run:
     """The option without a key, if any."""
     options: dict[str, Any] = field(default_factory=dict)
     """Fields of `FP8TrainingArguments` and their values."""
+    launch: dict[str, str] = field(default_factory=dict)
+    """Keys of a launch config's `fsdp_config` and their values."""
 
 
-def parse_runs(texts: Sequence[str]) -> list[Run]:
+def parse_runs(texts: Sequence[str], *, launch_options: bool = False) -> list[Run]:
     """Runs from the command line.
+
+    `launch_options`: take keys such as `fsdp_reshard_after_forward`, too.
 
     Raises:
         ValueError: a key that is no training argument.
@@ -49,10 +54,16 @@ def parse_runs(texts: Sequence[str]) -> list[Run]:
         kind, _, rest = text.partition(":")
         items = [item.partition("=") for item in rest.split(",") if item]
         recipe = next((key for key, sign, _ in items if not sign), None)
-        options = {_flag(key, text): _value(key, value) for key, sign, value in items if sign}
+        said = {key: value for key, sign, value in items if sign}
+        launch = {key: said.pop(key) for key in list(said) if launch_options and _of_launch(key)}
+        options = {_flag(key, text): _value(key, value) for key, value in said.items()}
         earlier = texts[:index].count(text)
-        runs.append(Run(f"{text}#{earlier + 1}" if earlier else text, kind, recipe, options))
+        runs.append(Run(f"{text}#{earlier + 1}" if earlier else text, kind, recipe, options, launch))
     return runs
+
+
+def _of_launch(key: str) -> bool:
+    return key.startswith("fsdp_") and key not in _FLAGS
 
 
 def _flag(key: str, text: str) -> str:
@@ -83,6 +94,7 @@ def clean_start() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     torch._dynamo.reset()
+    torch.compiler.set_stance("default")  # a run that failed in its calibration leaves another one
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -39,8 +39,15 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9):
-        return
+    capable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+    present = torch.cuda.device_count() if capable else 0
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a GPU of compute capability 8.9 or higher"))
+        if marker := item.get_closest_marker("gpu"):
+            needed = marker.args[0] if marker.args else 1
+            if present < needed:
+                which = "a GPU" if needed == 1 else f"{needed} GPUs"
+                item.add_marker(
+                    pytest.mark.skip(
+                        reason=f"needs {which} of compute capability 8.9 or higher, found {present}"
+                    )
+                )

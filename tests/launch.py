@@ -1,4 +1,4 @@
-"""`accelerate launch` for tests, on a machine without a GPU."""
+"""`accelerate launch` for tests, on CPU ranks or on GPUs."""
 
 import os
 import subprocess
@@ -23,9 +23,10 @@ def accelerate_launch(
     extra: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     fsdp_on_gloo: bool = False,
+    gpu: bool = False,
     timeout: float = 240,
 ) -> subprocess.CompletedProcess[str]:
-    """`accelerate launch --config_file config_file *extra script *script_args`, with CPU ranks.
+    """`accelerate launch --config_file config_file *extra script *script_args`, with CPU ranks unless `gpu`.
 
     A config name such as "fsdp2.yaml" is looked up in `accelerate_configs/`. `extra` are launcher flags that
     win over the file, for example `("--num_processes", "2")`. With `fsdp_on_gloo` the ranks shard for
@@ -46,7 +47,7 @@ def accelerate_launch(
     command += [str(script), *script_args]
     launcher = subprocess.Popen(
         command,
-        env={**os.environ, **CPU_ENV, **(env or {})},
+        env={**os.environ, **({} if gpu else CPU_ENV), **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
