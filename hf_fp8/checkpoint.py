@@ -40,6 +40,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key, revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from hf_fp8.fsdp1 import TO_FSDP2, has_fsdp1
 from hf_fp8.scaling import ScalingState
 from hf_fp8.sharding import reshard
 
@@ -63,8 +64,13 @@ def iter_full_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> 
     Args:
         model: plain, in DDP, or under FSDP2, also with FP8 gather or CPU offload.
         dtype: of the floating-point weights; None for the dtype of the parameters (fp32 masters under FSDP2).
+
+    Raises:
+        ValueError: the model is under FSDP1.
     """
     model = unwrap(model)
+    if has_fsdp1(model):
+        raise ValueError(f"iter_full_weights cannot gather FSDP1's flat parameters one by one. {TO_FSDP2}")
     reshard(model)
     tensors = _state(model)
     if not isinstance(model, PreTrainedModel):
