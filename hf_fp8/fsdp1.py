@@ -35,6 +35,11 @@ def is_fsdp1(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2
 
 
+def has_fsdp1(model: nn.Module) -> bool:
+    """Whether `model`, or a module in it, is wrapped by FSDP1."""
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
 def check_fsdp1(accelerator: Accelerator) -> None:
     """Refuse what FSDP1 cannot do.
 

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen
 from torchao.float8.float8_ops import addmm_float8_unwrapped
@@ -374,7 +374,7 @@ def revert(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: the model is sharded, and its weights may be gathered as FP8.
     """
-    if isinstance(model, FSDPModule):
+    if any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
         raise ValueError(
             f"{type(model).__name__} is sharded, and only a whole model can be reverted. "
             "Save it and load the checkpoint: it holds plain layers."

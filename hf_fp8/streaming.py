@@ -13,6 +13,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from hf_fp8.adapters import base_of, merged_layer, state_without_adapters
 from hf_fp8.checkpoint import unwrap, whole_tensor
+from hf_fp8.fsdp1 import TO_FSDP2, has_fsdp1
 from hf_fp8.sharding import reshard
 
 
@@ -32,7 +33,7 @@ def iter_full_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> 
         dtype: of the floating-point weights; None for the dtype of the parameters (fp32 masters under FSDP2).
 
     Raises:
-        ValueError: adapters that cannot be merged into weights (prompt tuning).
+        ValueError: adapters that cannot be merged into weights (prompt tuning), or a model under FSDP1.
     """
     for _, weights in weight_groups(model, dtype=dtype):
         yield from weights.items()
@@ -43,6 +44,8 @@ def weight_groups(
 ) -> Iterator[tuple[list[str], dict[str, Tensor]]]:
     """`iter_full_weights` in its steps: names in the model's state dict, and the file's tensors made of them."""
     model = unwrap(model)
+    if has_fsdp1(model):
+        raise ValueError(f"iter_full_weights cannot gather FSDP1's flat parameters one by one. {TO_FSDP2}")
     reshard(model)
     model = base_of(model)
     state = {n: (t, layer) for n, t, layer in state_without_adapters(model)}

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import models
 from gloo import Ranks, forget_accelerate
-from hf_fp8 import FP8Config, FP8Plugin, unroll_gradients
+from hf_fp8 import FP8Config, FP8Plugin, iter_full_weights, revert, unroll_gradients
 from hf_fp8.fsdp1 import full_fsdp1_state_dict
 
 FSDP1 = {
@@ -392,10 +392,23 @@ def gathers_fp8(folder: str) -> None:
     models.trainer(folder, models.llama(), fp8_all_gather="on").train()
 
 
-def saves_by_hand(folder: str) -> None:
+def trained(folder: str) -> nn.Module:
     trainer = models.trainer(folder, models.llama(), max_steps=1)
     trainer.train()
-    trainer.model.save_pretrained(folder)
+    return trainer.model
+
+
+def saves_by_hand(folder: str) -> None:
+    model: Any = trained(folder)
+    model.save_pretrained(folder)
+
+
+def streams_weights(folder: str) -> None:
+    list(iter_full_weights(trained(folder)))
+
+
+def reverts(folder: str) -> None:
+    revert(trained(folder))
 
 
 @pytest.mark.parametrize(
@@ -413,6 +426,8 @@ def saves_by_hand(folder: str) -> None:
         (builds, {"FSDP_OFFLOAD_PARAMS": "true"}, "ValueError", ["fsdp2_cpu_offload.yaml", "to-fsdp2"]),
         (gathers_fp8, {}, "ValueError", ["fp8_all_gather=auto", "fsdp2.yaml"]),
         (saves_by_hand, {}, "RuntimeError", ["trainer.save_model"]),
+        (streams_weights, {}, "ValueError", ["fsdp2.yaml", "accelerate to-fsdp2"]),
+        (reverts, {}, "ValueError", ["Save it and load the checkpoint"]),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
