@@ -288,10 +288,12 @@ class FP8TrainerMixin:
         best = self.state.best_model_checkpoint
         if isinstance(self.model, PreTrainedModel) and (masters_format(best) or has_model_files(best)):
             self._load_from_checkpoint(best)
-            return
-        super()._load_best_model()  # type: ignore[misc]
-        if self.fp8_plugin.weights is not None:
-            self.fp8_plugin.weights.refresh()
+        else:
+            super()._load_best_model()  # type: ignore[misc]
+            if self.fp8_plugin.weights is not None:
+                self.fp8_plugin.weights.refresh()
+        if self.fp8_plugin.scaling is not None:  # the scales of inputs, too, are those of the best model
+            load_scaling(self.fp8_plugin.scaling, best)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -370,7 +370,7 @@ def test_four_kinds_of_blocks_compile_for_all_lengths_and_modes() -> None:
     """T5 has two kinds of blocks in the encoder and two in the decoder; the compiler would give up after 8 graphs."""
     torch._dynamo.reset()
     backend = CompileCounterWithBackend("eager")
-    model, config = build("t5"), FP8Config(emulate=True)
+    model, config = build("t5"), FP8Config(recipe="tensorwise", emulate=True)
     convert(model, select(model, config), config)
     blocks = find_blocks(model)
     compile_model(
@@ -406,7 +406,7 @@ class Graphs:
 def test_blocks_of_one_kind_share_one_graph_and_none_runs_eager(name: str) -> None:
     torch._dynamo.reset()
     backend, expected = Graphs(), ARCHITECTURES[name]
-    model, config = build(name), FP8Config(emulate=True)
+    model, config = build(name), FP8Config(recipe="tensorwise", emulate=True)
     convert(model, select(model, config), config)
     blocks = find_blocks(model)
     options = {"regional": True, "checkpointed": False, "config": config, "dynamic": None}

@@ -95,7 +95,9 @@ def opened_plainly(out: Path, folders: list[Path]) -> dict[Path, dict[str, Any]]
     return {Path(k): v for k, v in torch.load(out, weights_only=False).items()}
 
 
-@pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS)
+@pytest.mark.parametrize(
+    "world", [w for n, w in WORLDS.items() if n != "ddp"]
+)  # DDP saves as one process does
 def test_every_saved_folder_opens_without_this_package(
     ranks: Ranks, tmp_path: Path, world: dict[str, Any]
 ) -> None:
@@ -466,7 +468,7 @@ def resume_newest(folder: str) -> list[float]:
 
 @pytest.mark.parametrize(
     ("world", "function"),
-    [("one", "save"), ("fsdp2-full", "save_fsdp_optimizer"), ("fsdp2-sharded", "save_fsdp_optimizer")],
+    [("one", "save"), ("fsdp2-sharded", "save_fsdp_optimizer")],
 )
 def test_checkpoint_of_a_killed_process_is_refused_and_the_one_before_it_taken(
     ranks: Ranks, tmp_path: Path, world: str, function: str
@@ -562,11 +564,10 @@ def best_run(folder: str, recipe: str) -> tuple[list[float], float, bool]:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 @pytest.mark.parametrize("world", WORLDS)
-def test_best_model_is_evaluated_with_its_own_weight_scales(
+def test_best_model_is_evaluated_with_its_own_scales(
     ranks: Ranks, tmp_path: Path, world: str, recipe: str
 ) -> None:
     for evaluated, after, same in ranks(best_run, str(tmp_path), recipe, **WORLDS[world]):
         best = min(evaluated)
         assert same and evaluated.index(best) < 2 and evaluated[-1] > 2 * best
-        # Activation scales of the delayed recipe are those of the last step; the tensorwise recipe has none.
-        assert after == best if recipe == "tensorwise" else after == pytest.approx(best, rel=2e-2)
+        assert after == best

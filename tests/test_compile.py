@@ -59,9 +59,8 @@ def check_compiled(found: dict[str, Any], recipe: str, layers: int = 2, most: in
 
 
 def test_fourteen_lengths_give_two_graphs_and_nothing_runs_eager(tmp_path: Path) -> None:
-    cases = {recipe: case(recipe) for recipe in RECIPES}
-    recomputed = ("tensorwise", "rowwise", "delayed")
-    cases |= {f"{recipe} recomputed": case(recipe, gradient_checkpointing=True) for recipe in recomputed}
+    cases = {recipe: case(recipe) for recipe in ("rowwise", "delayed")}
+    cases |= {f"{recipe} recomputed": case(recipe, gradient_checkpointing=True) for recipe in list(cases)}
     cases["one length"] = case("tensorwise", layers=12, lengths=[32, 32])
     (found,) = launch(tmp_path, "cpu.yaml", cases)
     one_length = found.pop("one length")

@@ -180,7 +180,7 @@ def test_fsdp1_trains_as_fsdp2_does_and_evaluation_changes_nothing(
             assert each.wrapped and not each.unchanged and not each.buffers
         assert eager.losses == pytest.approx(ddp.losses, rel=5e-3)
         # A delayed weight scale of FSDP2 is that of the fp32 master, here that of the gathered bf16 weight.
-        assert eager.losses == pytest.approx(fsdp2.losses, rel=2e-3 if recipe == "delayed" else 1e-6)
+        assert eager.losses == pytest.approx(fsdp2.losses, rel=5e-3 if recipe == "delayed" else 1e-6)
         assert evaluated.losses == pytest.approx(eager.losses, rel=1e-6)
         # After each step with the gradients still there and again without them: same weights, same loss.
         assert evaluated.evaluations[0::2] == evaluated.evaluations[1::2]
@@ -219,7 +219,8 @@ def gradients(recipe: str, accumulation: int, wrap: bool) -> dict[str, torch.Ten
     Every quarter of a rank's batch is the same, so that dividing it changes no scale of that rank.
     """
     torch._dynamo.reset()
-    plugin = FP8Plugin(FP8Config(recipe=recipe, emulate=True, amax_sync=False))
+    # Without a margin micro-batches have the very scales of the calibration, and round alike.
+    plugin = FP8Plugin(FP8Config(recipe=recipe, emulate=True, amax_sync=False, amax_margin=0))
     accelerator = Accelerator(
         gradient_accumulation_steps=accumulation,
         dynamo_backend="eager" if wrap and recipe == "tensorwise" else "no",
@@ -345,7 +346,7 @@ def test_checkpoints_resume_exactly_under_fsdp1_and_fsdp2(ranks: Ranks, tmp_path
     assert whole[0][1]
     for losses, wrapped in ranks(resumed, str(tmp_path), recipe, True, fsdp=True, env=env):
         assert not wrapped
-        assert losses == pytest.approx(whole[0][0], rel=2e-3 if recipe == "delayed" else 1e-6)
+        assert losses == pytest.approx(whole[0][0], rel=5e-3 if recipe == "delayed" else 1e-6)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert not torch.equal(model.lm_head.weight, models.bf16_llama().lm_head.weight)

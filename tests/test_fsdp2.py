@@ -286,7 +286,7 @@ def offloaded(offload: bool) -> tuple[str, list[float]]:
         auto_wrap_policy="transformer_based_wrap",
         cpu_offload=CPUOffloadPolicy(pin_memory=False) if offload else False,
     )
-    plugin = FP8Plugin(FP8Config(all_gather="auto" if offload else "off", emulate=True))
+    plugin = FP8Plugin(FP8Config(recipe="tensorwise", all_gather="auto" if offload else "off", emulate=True))
     accelerator = Accelerator(fsdp_plugin=fsdp, **plugin.accelerator_kwargs())
     model = models.llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

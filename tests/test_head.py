@@ -21,7 +21,6 @@ GROUPED = {**SHAPES, "num_key_value_heads": 2, "head_dim": 16}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": GROUPED,
     "gemma2": {**GROUPED, "final_logit_softcapping": 5.0},
-    "cohere": {**GROUPED, "logit_scale": 0.5, "eos_token_id": 1},
     "granite": {**GROUPED, "logits_scaling": 3.0},
     "qwen3_moe": {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }

@@ -1,9 +1,7 @@
 """Every file in `accelerate_configs/` loads and reaches the ranks as the environment that it promises."""
 
-import json
 import socket
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
 from hf_fp8.config import FP8Config
-from launch import CONFIGS, accelerate_launch
+from launch import CONFIGS
 
 COMPILED = {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "True"}
 FSDP2 = {
@@ -47,28 +45,6 @@ EXPECTED: dict[str, Mapping[str, str]] = {
         "PARALLELISM_CONFIG_CP_SIZE": "1",
     },
 }
-
-PROBE = """
-import json, os, sys
-import torch.distributed as dist
-from accelerate import Accelerator
-from hf_fp8.config import keep_accelerate_from_converting
-
-keep_accelerate_from_converting()
-accelerator = Accelerator(mixed_precision="bf16")
-mesh = accelerator.torch_device_mesh
-seen = {
-    "type": accelerator.distributed_type.value,
-    "backend": dist.get_backend(),
-    "world_size": dist.get_world_size(),
-    "mesh": mesh and dict(zip(mesh.mesh_dim_names, mesh.mesh.shape)),
-    "fsdp_version": accelerator.state.fsdp_plugin.fsdp_version,
-}
-with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
-    json.dump(seen, file)
-dist.barrier()
-accelerator.end_training()
-"""
 
 
 def launch_environment(config: Path, *flags: str) -> dict[str, str]:
@@ -131,43 +107,3 @@ def test_environment_reads_back_as_the_fp8_config(name: str, monkeypatch: pytest
     for key, value in launch_environment(CONFIGS / name, "--main_process_port", free_port()).items():
         monkeypatch.setenv(key, value)
     assert FP8Config.from_launch() == FP8Config(emulate=name == "cpu.yaml")
-
-
-def test_launch_shards_for_real_without_a_gpu(tmp_path: Path) -> None:
-    script, out = write_probe(tmp_path)
-    done = accelerate_launch(
-        "fsdp2.yaml", script, str(out), extra=("--num_processes", "2"), fsdp_on_gloo=True
-    )
-    assert done.returncode == 0, done.stderr
-    expected = {"type": "FSDP", "backend": "gloo", "world_size": 2, "mesh": None, "fsdp_version": 2}
-    assert read_probe(out) == [expected, expected]
-
-
-def test_two_nodes_over_loopback_form_one_hybrid_mesh(tmp_path: Path) -> None:
-    script, out = write_probe(tmp_path)
-    flags = ["--main_process_ip", "127.0.0.1", "--main_process_port", free_port(), "--num_processes", "4"]
-    flags += ["--parallelism_config_dp_shard_size", "2", "--machine_rank"]
-
-    def node(rank: int) -> tuple[int, str]:
-        done = accelerate_launch(
-            "multi_node_hsdp.yaml", script, str(out), extra=(*flags, str(rank)), fsdp_on_gloo=True
-        )
-        return done.returncode, done.stderr
-
-    with ThreadPoolExecutor(2) as pool:
-        for code, stderr in pool.map(node, range(2)):
-            assert code == 0, stderr
-    mesh = {"dp_replicate": 2, "dp_shard": 2}
-    expected = {"type": "FSDP", "backend": "gloo", "world_size": 4, "mesh": mesh, "fsdp_version": 2}
-    assert read_probe(out) == [expected] * 4
-
-
-def write_probe(folder: Path) -> tuple[Path, Path]:
-    script, out = folder / "probe.py", folder / "out"
-    script.write_text(PROBE)
-    out.mkdir()
-    return script, out
-
-
-def read_probe(out: Path) -> list[dict[str, object]]:
-    return [json.loads(path.read_text()) for path in sorted(out.iterdir())]

@@ -50,7 +50,7 @@ def test_offloaded_run_clips_trains_and_resumes_as_the_run_without(
     offloaded = ranks(train, str(tmp_path / "b"), recipe, "auto", False, fsdp=True, env={**env, **OFFLOAD})
     resumed = ranks(train, str(tmp_path / "b"), recipe, "auto", True, fsdp=True, env={**env, **OFFLOAD})
     # Delayed, the exact scale is that of the gathered bf16 weight instead of the fp32 shards'.
-    tolerance = 2e-3 if recipe == "delayed" else 0
+    tolerance = 5e-3 if recipe == "delayed" else 0
     for each, again, expected in zip(offloaded, resumed, without, strict=True):
         assert each["sharded"] and each["fused"] and min(each["norms"]) > 2
         assert "parameters on CPU" in each["notes"]

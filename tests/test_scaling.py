@@ -56,7 +56,7 @@ class Loop:
     """A plain Accelerate loop over a `Chain`; nothing is learned."""
 
     def __init__(self, *widths: int, accumulation: int = 1, **options: Any) -> None:
-        self.plugin = FP8Plugin(delayed(**options))
+        self.plugin = FP8Plugin(delayed(**{"amax_margin": 0, **options}))
         self.accelerator = Accelerator(
             cpu=True, gradient_accumulation_steps=accumulation, **self.plugin.accelerator_kwargs()
         )
