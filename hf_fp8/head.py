@@ -51,7 +51,8 @@ class CompiledHead:
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module is not root:  # a copy of it
                 return type(root).forward(module, *args, **kwargs)
-            if kwargs.get("labels") is None or (fp8_head and eager()):
+            replaced = root.get_output_embeddings() is not self._head  # by a merge of adapters, or a user
+            if kwargs.get("labels") is None or replaced or (fp8_head and eager()):
                 return self._plain(*args, **kwargs)
             return self._run_head(self._run_base(*args, **kwargs), args, kwargs)
 
@@ -124,9 +125,8 @@ def compile_head(model: nn.Module, eager: Callable[[], bool], options: dict[str,
         return None
     if root.loss_function is not ForCausalLMLoss:
         return None
-    root.loss_function = (
-        ForCausalLMLoss  # what GPT-2 falls back to, with a warning that would break the graph
-    )
+    # Said, so that GPT-2 need not fall back to it with a warning, which would break the graph.
+    root.loss_function = ForCausalLMLoss
     return CompiledHead(root, eager, options)
 
 

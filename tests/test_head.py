@@ -159,6 +159,8 @@ def test_a_copy_of_the_model_runs_on_its_own_weights(tmp_path: Path) -> None:
     ids = torch.stack([row["input_ids"] for row in models.texts(2)])
     assert not copied(input_ids=ids, labels=ids).logits.any()
     assert trainer.model(input_ids=ids, labels=ids).logits.any()
+    trainer.model.lm_head = copied.lm_head  # and on a new head, if it gets one
+    assert not trainer.model(input_ids=ids, labels=ids).logits.any()
 
 
 def test_a_model_with_a_compiled_head_generates(tmp_path: Path) -> None:
