@@ -49,9 +49,9 @@ class CompiledHead:
 
         @wraps(type(root).forward)
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            replaced = root.get_output_embeddings() is not self._head  # by a merge of adapters, or a user
             if module is not root:  # a copy of it
                 return type(root).forward(module, *args, **kwargs)
-            replaced = root.get_output_embeddings() is not self._head  # by a merge of adapters, or a user
             if kwargs.get("labels") is None or replaced or (fp8_head and eager()):
                 return self._plain(*args, **kwargs)
             return self._run_head(self._run_base(*args, **kwargs), args, kwargs)
