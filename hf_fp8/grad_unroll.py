@@ -26,7 +26,8 @@ Can go when FSDP1 does: FSDP2 has no flat parameters (`accelerate to-fsdp2`).
 from __future__ import annotations
 
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+
+from hf_fp8.fsdp1 import has_fsdp1
 
 
 def unroll_gradients(model: nn.Module) -> None:
@@ -36,7 +37,7 @@ def unroll_gradients(model: nn.Module) -> None:
     or evaluation, unless `optimizer.zero_grad()` has done as much by then. Never between the micro-batches of one
     optimizer step, whose sum it would drop.
     """
-    if not any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+    if not has_fsdp1(model):
         return
     for parameter in model.parameters():
         owner = parameter if parameter._base is None else parameter._base

@@ -8,9 +8,6 @@ model, optimizer, loader = plugin.prepare(accelerator, model, optimizer, loader)
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -18,9 +15,9 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from transformers import PreTrainedModel
+from torch.distributed.fsdp import FSDPModule
 
+from hf_fp8.accelerator import FP8Accelerator, check_launch
 from hf_fp8.adapters import follow_adapters
 from hf_fp8.checkpoint import refuse_sharded_save
 from hf_fp8.config import FP8Config, keep_accelerate_from_converting, launch_mixed_precision
@@ -38,7 +35,14 @@ from hf_fp8.grad_unroll import unroll_gradients
 from hf_fp8.head import CompiledHead, compile_head
 from hf_fp8.linear import FP8_BUFFERS, FP8Module, fp8_modules
 from hf_fp8.offload import check_offload, offloads_parameters, warn_of_slow_step
-from hf_fp8.regions import Blocks, checkpoint_activations, compile_model, find_blocks, recompute_blocks
+from hf_fp8.regions import (
+    Blocks,
+    checkpoint_activations,
+    compile_model,
+    find_blocks,
+    recompute_blocks,
+    without_cache,
+)
 from hf_fp8.scaling import ScalingState, WeightScales, WeightsInForward
 from hf_fp8.selection import ConversionReport, convert, select
 from hf_fp8.sharding import (
@@ -160,7 +164,7 @@ class FP8Plugin:
             report = ConversionReport([], "off")
         report.notes += [*notes, *self._options()]
         self.report = report
-        _without_cache(model)
+        without_cache(model)
 
     def finish(self, accelerator: Accelerator, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         """Activation checkpointing, compile, sharding, gather; then the report is complete and logged on rank 0."""
@@ -354,31 +358,15 @@ class FP8Plugin:
         Raises:
             ValueError: a launch config that this package cannot honour.
         """
-        if isinstance(accelerator, _FP8Accelerator):
+        if isinstance(accelerator, FP8Accelerator):
             return
-        if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-            raise ValueError(
-                f"hf_fp8 does not run under {accelerator.distributed_type.value}. "
-                "Use accelerate_configs/fsdp2.yaml, which shards as far as ZeRO-3."
-            )
-        _check_fsdp_honoured(accelerator)
         keep_accelerate_from_converting()
-        if self.config.enabled and accelerator.mixed_precision != "bf16":
-            raise ValueError(
-                f"The Accelerator was built with mixed_precision={accelerator.mixed_precision!r}, but FP8 training "
-                "computes in bf16 around the FP8 GEMMs. Build it with Accelerator(**plugin.accelerator_kwargs(), ...)."
-            )
-        parallel = accelerator.parallelism_config
-        if parallel is not None and (parallel.tp_enabled or parallel.cp_enabled or parallel.sp_enabled):
-            raise ValueError(
-                "hf_fp8 shards over data-parallel ranks only. Set parallelism_config_tp_size, _cp_size and _sp_size "
-                "to 1 in the launch config."
-            )
+        check_launch(accelerator, self.config)
         if is_fsdp1(accelerator):
             check_fsdp1(accelerator)
             set_fsdp1_options(accelerator)
-        accelerator.__class__ = _FP8Accelerator
-        cast(_FP8Accelerator, accelerator).fp8_plugin = self
+        accelerator.__class__ = FP8Accelerator
+        cast(FP8Accelerator, accelerator).fp8_plugin = self
         if accelerator.is_fsdp2:
             check_offload(accelerator)
             set_mixed_precision_policy(accelerator)
@@ -394,70 +382,3 @@ class FP8Plugin:
             source = "" if self.tokens else " (assumed)"
             notes.append(f"speed rule for {self.tokens or 8192} tokens a micro-batch{source}")
         return notes
-
-
-class _FP8Accelerator(Accelerator):
-    """An Accelerator that was handed to a plugin."""
-
-    fp8_plugin: FP8Plugin
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        super().backward(loss, **kwargs)
-        self.fp8_plugin.after_backward()
-
-    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        prepared = super().prepare_model(model, *args, **kwargs)
-        if isinstance(prepared, FullyShardedDataParallel):
-            self.fp8_plugin.wrapped(prepared)
-        return prepared
-
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """With FSDP2 weights that stay gathered from forward to backward, keep them for all micro-batches."""
-        sharded: Any = model
-        keep = (
-            self.is_fsdp2
-            and isinstance(model, FSDPModule)
-            and not self.state.fsdp_plugin.reshard_after_forward
-        )
-        if keep:
-            sharded.set_reshard_after_backward(False)
-        try:
-            with super().no_sync(model):
-                yield
-        finally:
-            if keep:
-                sharded.set_reshard_after_backward(True)
-
-    # A model that the plugin has sharded is not prepared again.
-    def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
-        if not any(isinstance(obj, FSDPModule) for obj in args):
-            return super()._prepare_fsdp2(*args)
-        prepared: list[Any] = []
-        for first_pass in (True, False):  # schedulers come second: they need prepared optimizers
-            prepared = [
-                obj if isinstance(obj, nn.Module) else self._prepare_one(obj, first_pass=first_pass)
-                for obj in (prepared or args)
-            ]
-        self._models += [obj for obj in prepared if isinstance(obj, nn.Module) and obj not in self._models]
-        return tuple(prepared)
-
-
-def _check_fsdp_honoured(accelerator: Accelerator) -> None:
-    """Accelerate falls back from FSDP to plain data parallel on CPU, without a word."""
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
-        return
-    if accelerator.distributed_type != DistributedType.FSDP:
-        raise ValueError(
-            f"The launch config asks for FSDP, but Accelerate runs this as {accelerator.distributed_type.value} on "
-            f"{accelerator.device.type!r}: FSDP needs several processes with one accelerator each. "
-            "Use accelerate_configs/ddp.yaml or cpu.yaml here."
-        )
-
-
-def _without_cache(model: nn.Module) -> None:
-    """A KV cache inside a compiled block recompiles it for every layer; training and evaluation need none."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            for config in {id(c): c for c in (module.config, module.config.get_text_config())}.values():
-                config.use_cache = False

@@ -139,6 +139,14 @@ def compile_model(
     )
 
 
+def without_cache(model: nn.Module) -> None:
+    """A KV cache inside a compiled block recompiles it for every layer; training and evaluation need none."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            for config in {id(c): c for c in (module.config, module.config.get_text_config())}.values():
+                config.use_cache = False
+
+
 def _compile(module: nn.Module, eager: Callable[[], bool], options: dict[str, Any]) -> None:
     """`module.compile()`, except that a call with a KV cache, or while `eager()`, runs eagerly.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sized
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -273,10 +273,11 @@ class FP8TrainerMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder, target = resume_from_checkpoint, unwrap(self.model if model is None else model)
-        masters = masters_format(folder) if self.accelerator.is_fsdp2 else None
+        stored = masters_format(folder)
+        masters = stored if self.accelerator.is_fsdp2 else None
         if isinstance(target, PreTrainedModel) and masters is None and has_model_files(folder):
             load_weights(target, folder)
-        elif masters_format(folder) and self.accelerator.distributed_type != DistributedType.FSDP:
+        elif stored and self.accelerator.distributed_type != DistributedType.FSDP:
             load_fsdp_weights(target, folder)  # Trainer refuses
         else:
             with reading_as(self.accelerator, masters):
@@ -318,9 +319,8 @@ class FP8TrainerMixin:
         self, model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         self.fp8_throughput.count(inputs, getattr(self.model, "main_input_name", "input_ids"))
-        with ExitStack() as stack:
-            if self.fp8_plugin.head is not None and self._fp8_reads_only_the_loss():
-                stack.enter_context(self.fp8_plugin.head.without_logits())
+        head = self.fp8_plugin.head
+        with head.without_logits() if head and self._fp8_reads_only_the_loss() else nullcontext():
             return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
     def _fp8_reads_only_the_loss(self) -> bool:

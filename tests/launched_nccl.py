@@ -222,7 +222,6 @@ def fresh() -> None:
     """Forget the last case: what Accelerate and Dynamo hold, memory, random numbers."""
     forget_accelerate()
     torch._dynamo.reset()
-    torch.compiler.set_stance("default")  # a case that failed in its calibration leaves another one
     gc.collect()
     set_seed(0)
 

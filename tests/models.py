@@ -11,6 +11,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    TrainerCallback,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -128,6 +129,22 @@ def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+class Loaded(TrainerCallback):
+    """The weights, and the second moments of those that train, when a resumed training goes on."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+        self.moments: dict[str, torch.Tensor] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        self.weights = whole(model)
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                self.moments[name] = _gathered(optimizer.state[p]["exp_avg_sq"])
 
 
 def with_nan(model: PreTrainedModel) -> PreTrainedModel:

@@ -28,8 +28,7 @@ import models
 from gloo import Ranks, forget_accelerate
 from hf_fp8 import FP8Config, FP8Trainer
 from hf_fp8.linear import fp8_modules
-from hf_fp8.plugin import _without_cache
-from hf_fp8.regions import compile_model, find_blocks
+from hf_fp8.regions import compile_model, find_blocks, without_cache
 from hf_fp8.selection import convert, select
 from test_trainer import stock_arguments
 
@@ -411,7 +410,7 @@ def test_blocks_of_one_kind_share_one_graph_and_none_runs_eager(name: str) -> No
     blocks = find_blocks(model)
     options = {"regional": True, "checkpointed": False, "config": config, "dynamic": None}
     compile_model(model, blocks, backend=backend, **options)  # type: ignore[arg-type]
-    _without_cache(model)
+    without_cache(model)
     rows = examples(expected.data, 2)
     batch = {key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in rows[0]}
     for step in (1, 2):

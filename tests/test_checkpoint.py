@@ -297,23 +297,8 @@ def test_offloaded_run_is_saved_and_resumed_bit_for_bit(
             assert all(torch.equal(state[k], w.bfloat16()) for k, w in weights.items())
 
 
-class Loaded(TrainerCallback):
-    """What is there when training goes on."""
-
-    def __init__(self) -> None:
-        self.weights: dict[str, torch.Tensor] = {}
-        self.moments: dict[str, torch.Tensor] = {}
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        model, optimizer = kwargs["model"], kwargs["optimizer"]
-        model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        self.weights = models.whole(model)
-        for name, p in model.named_parameters():
-            self.moments[name] = models._gathered(optimizer.state[p]["exp_avg_sq"])
-
-
 def continue_run(folder: str, checkpoint: str, build: Callable[[], nn.Module], flags: Any) -> dict[str, Any]:
-    loaded = Loaded()
+    loaded = models.Loaded()
     trainer = models.trainer(folder, spoiled(build()), callbacks=[loaded], **flags)
     trainer.train(resume_from_checkpoint=checkpoint)
     return {"weights": loaded.weights, "moments": loaded.moments, "losses": models.losses(trainer)}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaForCausalLM, TrainerCallback
+from transformers import LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import hf_fp8
@@ -267,22 +267,6 @@ def test_adapters_are_saved_whole_and_resume(ranks: Ranks, tmp_path: Path, kind:
     assert loss == pytest.approx(results[0]["evaluation"], rel=0.01)
 
 
-class Loaded(TrainerCallback):
-    """The weights, and the second moments of adapters, when training goes on."""
-
-    def __init__(self) -> None:
-        self.weights: dict[str, torch.Tensor] = {}
-        self.moments: dict[str, torch.Tensor] = {}
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        model, optimizer = kwargs["model"], kwargs["optimizer"]
-        model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        self.weights = {name: w for name, w in models.whole(model).items() if is_adapter(name)}
-        for name, p in model.named_parameters():
-            if p.requires_grad:
-                self.moments[name] = models._gathered(optimizer.state[p]["exp_avg_sq"])
-
-
 def start(folder: str, batch: int) -> list[float]:
     """Losses of four steps, with a checkpoint after two."""
     flags = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": batch}
@@ -291,14 +275,15 @@ def start(folder: str, batch: int) -> list[float]:
     return models.losses(trainer)
 
 
-def go_on(folder: str, batch: int) -> tuple[Loaded, list[float]]:
-    model, loaded = adapted("modules_to_save"), Loaded()
+def go_on(folder: str, batch: int) -> tuple[models.Loaded, list[float]]:
+    model, loaded = adapted("modules_to_save"), models.Loaded()
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             nn.init.zeros_(parameter)
     flags = {"max_steps": 4, "per_device_train_batch_size": batch}
     trainer = models.trainer(f"{folder}/next", model, callbacks=[loaded], **flags)
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    loaded.weights = {name: weight for name, weight in loaded.weights.items() if is_adapter(name)}
     return loaded, models.losses(trainer)
 
 
