@@ -5,10 +5,11 @@ A model that a trainer saves opens with plain `from_pretrained`, sharded or not:
 except under SHARDED_STATE_DICT, where its weights are in the stock shards alone. Beside the model files:
 
     optimizer.pt, optimizer.bin, optimizer_0/   one process and DDP, FULL_STATE_DICT, SHARDED_STATE_DICT
-    pytorch_model_fsdp_0/                       fp32 masters under SHARDED_STATE_DICT, instead of model files: what
+    pytorch_model_fsdp_0/                       the weights under SHARDED_STATE_DICT, instead of model files: what
                                                 `accelerate merge-weights` and the stock Trainer read
-    pytorch_model_fsdp.bin                      fp32 masters under FULL_STATE_DICT, if the model files do not hold the
-                                                same bits: a bf16 model is a rounded copy of its masters
+    pytorch_model_fsdp.bin                      the fp32 masters under FSDP1 with FULL_STATE_DICT
+    fp8_masters/                                under FSDP2, what a bf16 model's weights lack of its fp32 masters
+                                                (`masters.py`)
     fp8_scaling.pt                              the delayed recipe's history and scales
     fp8_checkpoint.json                         the mark of a whole checkpoint, written last (`completeness.py`)
 
@@ -31,6 +32,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -45,7 +47,7 @@ from hf_fp8.sharding import reshard
 logger = logging.getLogger(__name__)
 
 SCALING_FILE = "fp8_scaling.pt"
-MASTERS = "pytorch_model_fsdp"
+FSDP_WEIGHTS = "pytorch_model_fsdp"
 T = TypeVar("T")
 
 # --- weights, out -------------------------------------------------------------------------------------------
@@ -58,7 +60,7 @@ def full_state_dict(model: nn.Module, dtypes: dict[str, torch.dtype], *, keep: b
     `save_pretrained` writes.
     """
     reshard(model)
-    tensors = _state(model)
+    tensors = tensors_of(model)
     if isinstance(model, PeftModel):
         adapters = [get_peft_model_state_dict(model, dict(tensors), name) for name in model.peft_config]
         saved = [id(tensor) for adapter in adapters for tensor in adapter.values()]
@@ -77,8 +79,18 @@ def full_state_dict(model: nn.Module, dtypes: dict[str, torch.dtype], *, keep: b
     return state
 
 
+def save_shards(model: nn.Module, dtypes: dict[str, torch.dtype], folder: str | Path) -> None:
+    """Write the weights of a sharded model in `dtypes` where Accelerate does and reads them. Call on all ranks."""
+    state = get_model_state_dict(model)
+    rounded = {name: tensor.to(dtypes[name]) for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    dcp.save(
+        {"model": {**state, **rounded}},
+        storage_writer=dcp.FileSystemWriter(Path(folder) / f"{FSDP_WEIGHTS}_0"),
+    )
+
+
 def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
-    return {name: tensor.dtype for name, tensor in _state(model).items()}
+    return {name: tensor.dtype for name, tensor in tensors_of(model).items()}
 
 
 def refuse_sharded_save(model: nn.Module) -> None:
@@ -110,7 +122,7 @@ def plain_class(model: PreTrainedModel) -> type[PreTrainedModel]:
     )
 
 
-def _state(model: nn.Module) -> dict[str, Tensor]:
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers themselves, so that tied ones are the same object."""
     return {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
 
@@ -141,11 +153,11 @@ def has_model_files(folder: str | Path) -> bool:
     return any((Path(folder) / name).is_file() for name in names)
 
 
-def masters_format(folder: str | Path) -> str | None:
+def fsdp_format(folder: str | Path) -> str | None:
     """The state dict type of the FSDP weights in a checkpoint, if it has any."""
-    if (Path(folder) / f"{MASTERS}_0").is_dir():
+    if (Path(folder) / f"{FSDP_WEIGHTS}_0").is_dir():
         return "SHARDED_STATE_DICT"
-    return "FULL_STATE_DICT" if (Path(folder) / f"{MASTERS}.bin").is_file() else None
+    return "FULL_STATE_DICT" if (Path(folder) / f"{FSDP_WEIGHTS}.bin").is_file() else None
 
 
 @contextmanager
@@ -211,11 +223,13 @@ def load_fsdp_weights(model: nn.Module, folder: str | Path) -> None:
         name = model.active_adapter
         model.load_adapter(str(folder if name == "default" else folder / name), name, is_trainable=True)
         return
-    if masters_format(folder) == "FULL_STATE_DICT":
-        model.load_state_dict(torch.load(folder / f"{MASTERS}.bin", map_location="cpu", weights_only=True))
+    if fsdp_format(folder) == "FULL_STATE_DICT":
+        model.load_state_dict(
+            torch.load(folder / f"{FSDP_WEIGHTS}.bin", map_location="cpu", weights_only=True)
+        )
         return
     state = {"model": model.state_dict()}
-    dcp.load(state, storage_reader=dcp.FileSystemReader(folder / f"{MASTERS}_0"), no_dist=True)
+    dcp.load(state, storage_reader=dcp.FileSystemReader(folder / f"{FSDP_WEIGHTS}_0"), no_dist=True)
     model.load_state_dict(state["model"])
 
 

@@ -28,7 +28,9 @@ def begin_checkpoint(folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _write_mark(folder, None)
     for path in folder.iterdir():
-        if re.match(r"(adapter_)?model[-.]|pytorch_model|optimizer|rng_state|fp8_scaling", path.name):
+        if re.match(
+            r"(adapter_)?model[-.]|pytorch_model|optimizer|rng_state|fp8_(scaling|masters)", path.name
+        ):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 

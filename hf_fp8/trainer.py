@@ -29,16 +29,18 @@ from hf_fp8.callbacks import AmaxSyncCallback, GradUnrollCallback, ThroughputCal
 from hf_fp8.checkpoint import (
     dtypes_of,
     from_rank_0,
+    fsdp_format,
     full_state_dict,
     has_model_files,
     load_fsdp_weights,
     load_optimizer,
     load_scaling,
     load_weights,
-    masters_format,
     on_rank_0,
     reading_as,
     save_scaling,
+    save_shards,
+    tensors_of,
     unwrap,
 )
 from hf_fp8.completeness import begin_checkpoint, check_checkpoint, finish_checkpoint, newest_whole_checkpoint
@@ -49,11 +51,12 @@ from hf_fp8.fsdp1 import (
     is_fsdp1,
     save_fsdp1_masters,
 )
+from hf_fp8.masters import load_masters, save_masters
 from hf_fp8.offload import (
     check_offload_optimizer,
     offload_optimizer,
     offloads_parameters,
-    warn_of_slow_step,
+    prepare_cpu_step,
 )
 from hf_fp8.plugin import FP8Plugin
 from hf_fp8.selection import ConversionReport
@@ -149,7 +152,7 @@ class FP8TrainerMixin:
         if self.args.fp8_offload_optimizer:
             self.optimizer = offload_optimizer(optimizer)
         elif offloads_parameters(self.accelerator):
-            warn_of_slow_step(optimizer)
+            prepare_cpu_step(optimizer)
         return self.optimizer
 
     def _prepare_for_training(self, max_steps: int, loader: Any, resume_from_checkpoint: Any) -> Any:
@@ -259,13 +262,16 @@ class FP8TrainerMixin:
             save_scaling(self.fp8_plugin.scaling, output_dir, write=self.args.should_save)
 
     def _fp8_save_fsdp_state(self, folder: str) -> None:
-        """As Trainer does, but for the weights, which are not written again if `save_model` wrote the same bits."""
+        """As Trainer does, but for the weights: `save_model` may have written them, and their dtype is the model's."""
         plugin = self.accelerator.state.fsdp_plugin
-        whole_model = isinstance(self.model, PreTrainedModel)
-        written = whole_model and dtypes_of(self.model) == self._fp8_dtypes
-        if is_fsdp1(self.accelerator) and plugin.state_dict_type == StateDictType.FULL_STATE_DICT:
+        sharded = plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT
+        if self.accelerator.is_fsdp2 and isinstance(self.model, PreTrainedModel):
+            if sharded:
+                save_shards(self.model, self._fp8_dtypes, folder)
+            save_masters(tensors_of(self.model), self._fp8_dtypes, folder)
+        elif is_fsdp1(self.accelerator) and not sharded:
             save_fsdp1_masters(self.model, folder, write=self.args.should_save)
-        elif plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT or not written:
+        else:
             save_fsdp_model(plugin, self.accelerator, self.model, folder, adapter_only=True)
         save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, folder)
         if self.args.should_save:
@@ -273,21 +279,23 @@ class FP8TrainerMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder, target = resume_from_checkpoint, unwrap(self.model if model is None else model)
-        stored = masters_format(folder)
-        masters = stored if self.accelerator.is_fsdp2 else None
-        if isinstance(target, PreTrainedModel) and masters is None and has_model_files(folder):
+        stored = fsdp_format(folder)
+        readable = stored if self.accelerator.is_fsdp2 else None
+        if isinstance(target, PreTrainedModel) and readable is None and has_model_files(folder):
             load_weights(target, folder)
         elif stored and self.accelerator.distributed_type != DistributedType.FSDP:
             load_fsdp_weights(target, folder)  # Trainer refuses
         else:
-            with reading_as(self.accelerator, masters):
+            with reading_as(self.accelerator, readable):
                 super()._load_from_checkpoint(folder, model)  # type: ignore[misc]
+        if isinstance(target, PreTrainedModel) and not is_fsdp1(self.accelerator):
+            load_masters(tensors_of(target), folder)
         if self.fp8_plugin.weights is not None:
             self.fp8_plugin.weights.refresh()
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        if isinstance(self.model, PreTrainedModel) and (masters_format(best) or has_model_files(best)):
+        if isinstance(self.model, PreTrainedModel) and (fsdp_format(best) or has_model_files(best)):
             self._load_from_checkpoint(best)
         else:
             super()._load_best_model()  # type: ignore[misc]

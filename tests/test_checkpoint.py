@@ -1,6 +1,7 @@
 """Checkpoints: real files, written by one, DDP and FSDP2 ranks, read by others and without this package."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from accelerate.utils import merge_fsdp_weights
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from transformers import (
     AutoModelForCausalLM,
@@ -28,6 +30,7 @@ from transformers import (
 import models
 from gloo import RankError, Ranks
 from hf_fp8 import FP8Trainer, iter_full_weights
+from hf_fp8.masters import remainder, restore
 
 FULL = {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
 SHARDED = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
@@ -138,18 +141,41 @@ def files_of_checkpoints(folder: str, names: list[str]) -> dict[str, dict[str, t
     return weights
 
 
-def test_a_full_checkpoint_holds_weights_once(ranks: Ranks, tmp_path: Path) -> None:
-    """The masters of a bf16 model are other numbers than its weights, and the only ones written beside them."""
-    ranks(files_of_checkpoints, str(tmp_path), ["bf16", "tied"], fsdp=True, env=FULL)
-    once = {path.name for path in (tmp_path / "tied" / "checkpoint-1").iterdir()}
-    assert "model.safetensors" in once and not any("pytorch_model" in name for name in once)
-    both = tmp_path / "bf16" / "checkpoint-1"
-    masters = torch.load(both / "pytorch_model_fsdp.bin", weights_only=True)
-    weights = load_file(both / "model.safetensors")
-    assert {t.dtype for t in masters.values()} == {torch.float32}
-    assert {t.dtype for t in weights.values()} == {torch.bfloat16}
-    assert all(torch.equal(weights[name], master.bfloat16()) for name, master in masters.items())
-    assert not all(torch.equal(weights[name].float(), master) for name, master in masters.items())
+def test_a_full_checkpoint_holds_weights_once_in_the_dtype_of_the_model(ranks: Ranks, tmp_path: Path) -> None:
+    weights = ranks(files_of_checkpoints, str(tmp_path), ["bf16", "tied"], fsdp=True, env=FULL)[0]
+    for name, dtype in (("bf16", torch.bfloat16), ("tied", torch.float32)):
+        checkpoint = tmp_path / name / "checkpoint-1"
+        assert not any("pytorch_model" in path.name for path in checkpoint.iterdir())
+        saved = load_file(checkpoint / "model.safetensors")
+        assert all(torch.equal(tensor, weights[name][key].to(dtype)) for key, tensor in saved.items())
+        assert (checkpoint / "fp8_masters").is_dir() == (name == "bf16")
+    check_masters_are_17_bits_a_weight(tmp_path / "bf16" / "checkpoint-1", weights["bf16"])
+
+
+def check_masters_are_17_bits_a_weight(checkpoint: Path, weights: dict[str, torch.Tensor]) -> None:
+    entries = FileSystemReader(checkpoint / "fp8_masters").read_metadata().state_dict_metadata
+    assert entries.keys() == weights.keys()
+    size = sum(entry.size.numel() for entry in entries.values())
+    matrices = sum(w.numel() for w in weights.values() if w.dim() > 1)
+    assert size == matrices * 17 // 8 + 3 * sum(w.numel() for w in weights.values() if w.dim() == 1)
+
+
+HALFWAY = 0x8000  # between two bf16 values: half of them round up, half down
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounded_weight_and_remainder_give_every_master_back(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    any_bits = torch.randint(-(2**31), 2**31 - 1, (64, 21), dtype=torch.int64).to(torch.int32)
+    ties = (any_bits & ~0xFFFF) | HALFWAY
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, 3.4e38, -3.4e38, 1e-45, 65504.0, 65520.0, 1.0])
+    masters = [any_bits.view(torch.float32), ties.view(torch.float32), special, torch.randn(5, 3, 7)]
+    masters += [torch.empty(0, 8), torch.empty(0)]
+    for master in masters:
+        master = torch.where(master.isnan(), 0.0, master)
+        weight = master.to(dtype).float()
+        restore(weight, remainder(master, dtype))
+        assert torch.equal(weight.view(torch.int32), master.view(torch.int32))
 
 
 def merged(checkpoint: Path) -> Path:
@@ -163,18 +189,21 @@ def merged(checkpoint: Path) -> Path:
 def test_sharded_checkpoint_holds_weights_once_and_merges_with_accelerate(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Masters, which open in the dtype that the model was loaded in."""
+    """In the dtype that the model was loaded in."""
     weights = ranks(files_of_checkpoints, str(tmp_path), [*BUILDERS], fsdp=True, env=SHARDED)[0]
     for name, build in BUILDERS.items():
         checkpoint = tmp_path / name / "checkpoint-1"
         files = {path.name for path in checkpoint.iterdir()}
         assert {"config.json", "generation_config.json", "training_args.bin"} <= files
         assert not any(file.startswith(("model", "pytorch_model.")) for file in files)
-        opened, info = AutoModelForCausalLM.from_pretrained(merged(checkpoint), output_loading_info=True)
+        folder = merged(checkpoint)
+        assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {build().dtype}
+        opened, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
         assert not info["missing_keys"] and not info["unexpected_keys"]
         assert opened.dtype == build().dtype
         state = opened.state_dict()
         assert all(torch.equal(state[key], w.to(opened.dtype)) for key, w in weights[name].items())
+    check_masters_are_17_bits_a_weight(tmp_path / "bf16" / "checkpoint-1", weights["bf16"])
     command = ["merge-weights", str(checkpoint / "pytorch_model_fsdp_0"), str(tmp_path / "by-command")]
     subprocess.run([sys.executable, "-m", "accelerate.commands.accelerate_cli", *command], check=True)
     assert load_file(tmp_path / "by-command" / "model.safetensors").keys() >= weights[name].keys()
@@ -290,7 +319,7 @@ def test_offloaded_run_is_saved_and_resumed_bit_for_bit(
         folder = tmp_path / recipe
         for losses, resumed, weights, files in ranks(offloaded_run, str(folder), recipe, fsdp=True, env=env):
             assert resumed == losses and len(set(losses)) == 6
-            assert ("pytorch_model_fsdp.bin" if env == FULL else "pytorch_model_fsdp_0") in files
+            assert "fp8_masters" in files and ("pytorch_model_fsdp_0" in files) == (env == SHARDED)
             opened = AutoModelForCausalLM.from_pretrained(folder / "final")
             assert opened.dtype == torch.bfloat16
             state = opened.state_dict()
