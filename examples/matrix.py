@@ -150,6 +150,7 @@ def train(precision: str, args: Arguments) -> dict[str, Any]:
         max_steps=total,
         eval_strategy="steps",
         eval_steps=max(args.warmup // 2, 1),
+        prediction_loss_only=True,
         learning_rate=1e-4,
         lr_scheduler_type="constant",
         max_grad_norm=0.0 if args.offload_optimizer else 1.0,
@@ -166,7 +167,10 @@ def train(precision: str, args: Arguments) -> dict[str, Any]:
     changed = {} if args.layers is None else {"num_hidden_layers": args.layers}
     config = type(shape).from_dict(shape.to_dict() | changed)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.device("cuda" if CUDA else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        model.cpu()  # as a loaded checkpoint comes, and as sharding needs it where the model exceeds one GPU
     data = RandomTokens(config.vocab_size, args.seq)
     evaluation = torch.utils.data.Subset(data, range(args.batch * training_args.world_size))
     phases = Phases()

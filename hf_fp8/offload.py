@@ -9,13 +9,14 @@ weights stay on the GPU, the optimizer state and a copy of the weights live in h
 during backward.
 
 Either way Adam runs on the CPU, where the fused implementation is vectorised and threaded, and `foreach` has
-nothing to offer: see `examples/offload.py`.
+nothing to offer: see `examples/offload.py`. Threads it gets here: `accelerate launch` leaves each process one.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+import os
 from typing import Any
 
 import torch
@@ -71,8 +72,27 @@ def offload_policy(accelerator: Accelerator) -> Any:
     return CPUOffloadPolicy(pin_memory=False) if pinned and accelerator.device.type == "cpu" else policy
 
 
-def warn_of_slow_step(optimizer: torch.optim.Optimizer) -> None:
-    """On CPU tensors torch's Adam goes through one parameter after another unless told `fused=True`."""
+def use_cores() -> None:
+    """Let the optimizer use this process's share of the cores if the launcher left it a single thread.
+
+    `accelerate launch` exports OMP_NUM_THREADS=1 unless `num_cpu_threads_per_process` says otherwise, torchrun does
+    so for several processes.
+    """
+    share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if torch.get_num_threads() == 1 and share > 1:
+        torch.set_num_threads(share)
+        logger.info(
+            "The optimizer steps on the CPU, now with %d threads (num_cpu_threads_per_process sets another number).",
+            share,
+        )
+
+
+def prepare_cpu_step(optimizer: torch.optim.Optimizer) -> None:
+    """Threads for an optimizer of offloaded parameters, and a warning if it is Adam and not fused.
+
+    On CPU tensors torch's Adam goes through one parameter after another unless told `fused=True`.
+    """
+    use_cores()
     if isinstance(optimizer, _ADAM) and not all(group.get("fused") for group in optimizer.param_groups):
         logger.warning(
             "%s steps on offloaded parameters one by one: its fused implementation is faster on a CPU. "
@@ -114,6 +134,7 @@ def offload_optimizer(optimizer: torch.optim.Optimizer) -> CPUOffloadOptimizer:
     Raises:
         ValueError: another optimizer.
     """
+    use_cores()
     if type(optimizer) not in _ADAM:
         raise ValueError(
             f"fp8_offload_optimizer runs Adam on the CPU, got {type(optimizer).__name__}. "
