@@ -220,6 +220,8 @@ def _checked(report: ExportReport, source: Source, state: dict[str, Tensor]) -> 
             raise RuntimeError(
                 f"transformers reports {kind.replace('_', ' ')} for the exported {file}: {sorted(info[kind])[0]!r}."
             )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(source.dtype)  # transformers 5.19 leaves routers in bf16
     errors = {
         name: relative_error(tensor, state[name])
         for name, tensor in model.state_dict().items()

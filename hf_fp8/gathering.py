@@ -7,8 +7,8 @@ the functions again at its lazy initialisation, so they can as well be set on th
 else in the program sees an ordinary fp32 tensor.
 
 Each rank casts its rows with the scale of the *whole* weight, so the gathered bytes are one correctly scaled
-FP8 weight. Those scales are taken once after each change of the weights (`scaling.py`): one all-reduce per
-optimizer step, none in the forward.
+FP8 weight. Scales and FP8 shards are made once after each change of the weights (`scaling.py`): one all-reduce and
+one kernel per optimizer step, nothing before a gather.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from hf_fp8.config import FP8Config
 from hf_fp8.linear import E4M3, cast_saturating, fp8_modules
 from hf_fp8.roles import read_by_adapters
 
-_SCALE = "_hf_fp8_scale"  # attribute of a local shard: 0-dim fp32 tensor
+# Attributes of a local shard.
+_SCALE = "_hf_fp8_scale"  # 0-dim fp32 tensor
+_COPY = "_hf_fp8_copy"  # the shard in FP8, or None
 
 
 class WeightGather:
@@ -62,12 +64,16 @@ class WeightGather:
             f"(others in bf16: {reasons})"
         )
 
-    def attach(self, weights: Mapping[str, Any]) -> None:
-        """Set the hooks on every shard that lacks them: at first, and after a checkpoint load replaced shards."""
+    def attach(self, weights: Mapping[str, Any], copies: Mapping[str, Tensor]) -> None:
+        """Set the hooks on every shard that lacks them: at first, and after a checkpoint load replaced shards.
+
+        `copies`: the shards in FP8, of the modules that keep them (`fp8_weight_cache`).
+        """
         for name, module in self.modules.items():
             shard = weights[name]._local_tensor
             if getattr(shard, _SCALE, None) is not module.fp8_weight_scale:
                 setattr(shard, _SCALE, module.fp8_weight_scale)
+                setattr(shard, _COPY, copies.get(name))
                 shard.fsdp_pre_all_gather = MethodType(_pre_all_gather, shard)
                 shard.fsdp_post_all_gather = MethodType(_post_all_gather, shard)
 
@@ -98,8 +104,8 @@ def shard_group(model: nn.Module) -> dist.ProcessGroup:
 
 def _pre_all_gather(shard: Tensor, mesh: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """What this rank sends: its rows as FP8 bytes (viewed as uint8, which every backend can gather)."""
-    scale = getattr(shard, _SCALE)
-    data = cast_saturating(shard, scale, E4M3)
+    scale, copy = getattr(shard, _SCALE), getattr(shard, _COPY)
+    data = cast_saturating(shard, scale, E4M3) if copy is None else copy
     return (data.view(torch.uint8),), (scale,)
 
 

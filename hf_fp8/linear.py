@@ -28,6 +28,7 @@ A weight may arrive already cast: FSDP2 gathers FP8 bytes and hands them over as
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -54,15 +55,17 @@ class GemmRecipe(NamedTuple):
     rowwise: bool  # one scale a row (of the contracted axis) instead of one a tensor
     grad_dtype: torch.dtype  # of the output gradient in its 8-bit form
     grad_weight_hp: bool  # grad_weight in high precision
+    dither: bool  # output gradients are rounded up or down by chance, see `dithered`
     emulate: bool
 
     @classmethod
-    def of(cls, config: FP8Config) -> GemmRecipe:
+    def of(cls, config: FP8Config, *, dither: bool = False) -> GemmRecipe:
         rowwise = config.recipe.startswith("rowwise")
         return cls(
             rowwise=rowwise,
             grad_dtype=E4M3 if rowwise else E5M2,
             grad_weight_hp=config.recipe == "rowwise_with_gw_hp",
+            dither=dither,
             emulate=config.emulate,
         )
 
@@ -80,7 +83,9 @@ class Scaled(NamedTuple):
         return Scaled(self.data.t(), self.scale.t() if self.scale.ndim else self.scale)
 
 
-def quantize(value: Tensor, dtype: torch.dtype, *, dim: int | None = None, columns: bool = False) -> Scaled:
+def quantize(
+    value: Tensor, dtype: torch.dtype, *, dim: int | None = None, columns: bool = False, dither: bool = False
+) -> Scaled:
     """Cast a 2-D tensor to `dtype` with the scale of its own largest magnitude.
 
     `dim`: the contracted axis, for one scale per row of the other axis (rounded down to a power of two, as
@@ -92,7 +97,7 @@ def quantize(value: Tensor, dtype: torch.dtype, *, dim: int | None = None, colum
     # Row by row first: Inductor can fuse that reduction with the producer of `value` (DESIGN D3).
     amax = magnitude.amax(-1).amax() if dim is None else magnitude.amax(dim, keepdim=True)
     scale = amax_to_scale(amax, dtype, dim is not None)
-    data = cast_saturating(value, scale, dtype)
+    data = cast_saturating(value, scale, dtype, dither=dither)
     return Scaled(_column_major(data) if columns else data, scale)
 
 
@@ -139,7 +144,7 @@ class _FP8Matmul(torch.autograd.Function):
             x_MK, *weight = ctx.saved_tensors
         else:
             x_data, x_scale, *weight = ctx.saved_tensors
-        dy = quantize(dy_MN, recipe.grad_dtype, dim=row)
+        dy = quantize(dy_MN, recipe.grad_dtype, dim=row, dither=recipe.dither)
         if ctx.needs_input_grad[0]:
             # The high-precision grad_weight recipe scales the weight as a whole here, as torchao's does.
             by_column = recipe.rowwise and not recipe.grad_weight_hp
@@ -149,7 +154,7 @@ class _FP8Matmul(torch.autograd.Function):
             if recipe.grad_weight_hp:
                 dw_NK = dy_MN.t() @ x_MK
             elif recipe.rowwise:
-                dy_by_output = quantize(dy_MN, recipe.grad_dtype, dim=0).t()
+                dy_by_output = quantize(dy_MN, recipe.grad_dtype, dim=0, dither=recipe.dither).t()
                 x_by_input = quantize(x_MK, E4M3, dim=0, columns=True)
                 dw_NK = gemm(dy_by_output, x_by_input, dy_MN.dtype, fast=False, emulate=recipe.emulate)
             else:
@@ -193,7 +198,16 @@ class _FP8DelayedMatmul(torch.autograd.Function):
         x_data, x_scale, w_data, w_scale = ctx.saved_tensors
         emulate = ctx.recipe.emulate
         dx_MK = dw_NK = None
-        dy = _delayed_cast(dy_MN, E5M2, ctx.dy_scale, ctx.dy_amax, record=True, calibrating=ctx.calibrating)
+        dy = _delayed_cast(
+            dy_MN,
+            E5M2,
+            ctx.dy_scale,
+            ctx.dy_amax,
+            record=True,
+            calibrating=ctx.calibrating,
+            # Calibration is eager, where this takes several times the memory of the logits.
+            dither=ctx.recipe.dither and not ctx.calibrating,
+        )
         if ctx.needs_input_grad[0]:
             w = _column_major(cast_saturating(w_data, w_scale, E4M3)) if ctx.cast_weight else w_data
             dx_MK = gemm(dy, Scaled(w, w_scale), dy_MN.dtype, fast=False, emulate=emulate)
@@ -203,7 +217,14 @@ class _FP8DelayedMatmul(torch.autograd.Function):
 
 
 def _delayed_cast(
-    value: Tensor, dtype: torch.dtype, scale: Tensor, amax: Tensor, *, record: bool, calibrating: bool
+    value: Tensor,
+    dtype: torch.dtype,
+    scale: Tensor,
+    amax: Tensor,
+    *,
+    record: bool,
+    calibrating: bool,
+    dither: bool = False,
 ) -> Scaled:
     """One pass over `value`: cast with `scale`, and max its own amax into `amax`.
 
@@ -215,12 +236,42 @@ def _delayed_cast(
             scale = amax_to_scale(own, dtype)
         if record:
             amax.copy_(torch.maximum(amax, own))
-    return Scaled(cast_saturating(value, scale, dtype), scale)
+    return Scaled(cast_saturating(value, scale, dtype, dither=dither), scale)
 
 
-def cast_saturating(value: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_saturating(value: Tensor, scale: Tensor, dtype: torch.dtype, *, dither: bool = False) -> Tensor:
     """`value * scale` in `dtype`; what is out of range becomes the largest number."""
-    return to_fp8_saturated(value.float() * scale, dtype)
+    scaled = value.float() * scale
+    return to_fp8_saturated(dithered(scaled, dtype) if dither else scaled, dtype)
+
+
+def dithered(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to the mantissa of `dtype`, up with the probability that makes the mean right.
+
+    For the gradient of logits, p - y. Rounded to the nearest, its error depends on p alone and is the same at every
+    occurrence of a context: the probabilities at which the gradients of all occurrences cancel are then not the right
+    ones (with 2 mantissa bits up to 12 % off), and no number of tokens averages that out.
+
+    The chance is a hash of the place in the matrix, which has nothing to do with what is there: no random state, and
+    the same result in every run.
+
+    Args:
+        value: fp32, shape (M, N).
+    """
+    lost = (1 << 23 - round(-math.log2(torch.finfo(dtype).eps))) - 1
+    rows, columns = (torch.arange(n, dtype=torch.int32, device=value.device) for n in value.shape)
+    place = rows.unsqueeze(1) * _MIX[0] + columns * _MIX[1]  # wraps around
+    chance = (place ^ place >> 15) * _MIX[2]
+    chance = (chance ^ chance >> 13) & lost
+    rounded = (value.view(torch.int32) + chance & ~lost).view(torch.float32)
+    return torch.where(value.isfinite(), rounded, value)
+
+
+_MIX = (
+    -1640531535,
+    -2048144777,
+    -1028477379,
+)  # odd int32 numbers without a pattern in their bits (xxHash's primes)
 
 
 def _saved(w_NK: Tensor) -> tuple[Tensor, ...]:
@@ -345,8 +396,10 @@ def unpad_rows(y_MN: Tensor, leading: torch.Size) -> Tensor:
     return y_MN[: leading.numel()].reshape(*leading, y_MN.shape[-1])
 
 
-def convert_linear(module: nn.Module, config: FP8Config) -> None:
+def convert_linear(module: nn.Module, config: FP8Config, *, head: bool = False) -> None:
     """Turn an `nn.Linear` or `Conv1D` into its FP8 form in place: same object, same Parameters, same hooks.
+
+    `head`: its outputs are logits.
 
     Raises:
         TypeError: `module` is of another class, a quantized or otherwise special subclass included.
@@ -359,7 +412,7 @@ def convert_linear(module: nn.Module, config: FP8Config) -> None:
         raise TypeError(f"only nn.Linear and Conv1D can be converted, got {type(module).__qualname__}")
     module.__class__ = classes[type(module)]
     converted = cast(FP8Module, module)
-    converted.gemm_recipe = GemmRecipe.of(config)
+    converted.gemm_recipe = GemmRecipe.of(config, dither=head)
     converted.fp8_delayed = config.recipe == "delayed"
     converted.fp8_calibrating = False
     for name in FP8_BUFFERS:

@@ -34,7 +34,7 @@ from hf_fp8.gathering import WeightGather, shard_group
 from hf_fp8.grad_unroll import unroll_gradients
 from hf_fp8.head import CompiledHead, compile_head
 from hf_fp8.linear import FP8_BUFFERS, FP8Module, fp8_modules
-from hf_fp8.offload import check_offload, offloads_parameters, warn_of_slow_step
+from hf_fp8.offload import check_offload, offloads_parameters, prepare_cpu_step
 from hf_fp8.regions import (
     Blocks,
     checkpoint_activations,
@@ -125,7 +125,7 @@ class FP8Plugin:
                 remap_optimizer(optimizer, before, self._wrapped)
             self.check(optimizer)
             if offloads_parameters(accelerator):
-                warn_of_slow_step(optimizer)
+                prepare_cpu_step(optimizer)
         for optimizer in optimizers[-1:]:  # several step one after the other: the last ends the step
             optimizer.register_step_post_hook(lambda *_: self.after_optimizer_step())
         if self.scaling is not None:
@@ -251,17 +251,17 @@ class FP8Plugin:
         if is_fsdp1(accelerator) or offloads_parameters(accelerator):
             self._delay(accelerator, model, WeightsInForward(modules, accelerator.device), cached=False)
             return
-        cached = delayed and self.config.weight_cache and accelerator.distributed_type != DistributedType.FSDP
+        kept = (gather.modules if gather else modules) if self.config.weight_cache else {}
         self.weights = WeightScales(
             model,
             scaled,
             accelerator.device,
             shard_group(model) if gather else None,
-            keep_fp8=cached,
+            keep_fp8=kept.keys(),
             on_change=gather.attach if gather else None,
         )
         if delayed:
-            self._delay(accelerator, model, self.weights, cached=cached)
+            self._delay(accelerator, model, self.weights, cached=bool(kept) and gather is None)
 
     def _delay(
         self,

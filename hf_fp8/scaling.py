@@ -16,7 +16,7 @@ stays on the device; nothing here waits for the GPU, except when a log line asks
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
 import torch
@@ -51,8 +51,9 @@ class WeightScales:
         modules: converted modules by name.
         device: where the GEMMs run.
         group: the ranks that hold the parts of one weight; None where each rank holds whole weights.
-        keep_fp8: also keep an FP8 copy of each weight (1 byte a parameter) for all micro-batches of the step.
-        on_change: called after each refresh.
+        keep_fp8: of which modules to keep an FP8 copy of the weight, or of this rank's part of it, for all
+            micro-batches of the step (1 byte a parameter).
+        on_change: called after each refresh with the weights, sharded if they are, and those copies of parts.
     """
 
     def __init__(
@@ -62,18 +63,23 @@ class WeightScales:
         device: torch.device,
         group: Group = None,
         *,
-        keep_fp8: bool = False,
-        on_change: Callable[[dict[str, Tensor]], None] | None = None,
+        keep_fp8: Collection[str] = (),
+        on_change: Callable[[dict[str, Tensor], dict[str, Tensor]], None] | None = None,
     ) -> None:
         self.modules, self.device, self.group = modules, device, group
         self.on_change = on_change
         self._versions: tuple[tuple[int, int], ...] = ()
         self._shards: dict[str, Tensor] = {}
+        self._copies: dict[str, Tensor] = {}  # of shards; a whole copy belongs to its module
         self._cast = MultiCast()
-        for module in modules.values():
+        for name, module in modules.items():
             module.fp8_weight_scale = torch.ones((), device=device)
-            if keep_fp8:
-                module.fp8_weight = torch.empty_like(module.weight, dtype=E4M3, requires_grad=False)
+            if name in keep_fp8:
+                copy = torch.empty_like(_local(module.weight), dtype=E4M3, requires_grad=False)
+                if group is None:
+                    module.fp8_weight = copy
+                else:
+                    self._copies[name] = copy
         model.register_forward_pre_hook(lambda *_: self.refresh_if_changed(), prepend=True)
 
     @property
@@ -106,28 +112,33 @@ class WeightScales:
 
     def local_amax(self) -> Tensor:
         """Largest magnitude of this rank's part of each weight: fp32, shape (modules,). An empty part counts as 0."""
-        parts = [w._local_tensor if isinstance(w, DTensor) else w for w in self.weights]
+        parts = [_local(w) for w in self.weights]
         norms = torch._foreach_norm([p if p.numel() else p.new_zeros(1) for p in parts], torch.inf)
         return torch.stack(norms).to(self.device, torch.float32)
 
     @torch.no_grad()
     def apply(self, amax: Tensor) -> None:
         """Set the scales of these amaxes, fp32 (modules,), and cast the copies of weights that have changed."""
-        modules = list(self.modules.values())
         scales = scale_of(amax, E4M3)
-        torch._foreach_copy_([module.fp8_weight_scale for module in modules], list(scales.unbind()))
-        before, self._versions = self._versions or (None,) * len(modules), self._current_versions()
-        # Frozen weights are cast once and for all. (A fused optimizer changes weights without a new version.)
-        stale = [
-            module
-            for module, old, new in zip(modules, before, self._versions, strict=True)
-            if module.fp8_weight is not None and (module.weight.requires_grad or old != new)
-        ]
-        if len(stale) < len(modules):
-            scales = torch.stack([module.fp8_weight_scale for module in stale] or [scales.new_zeros(())])
-        self._cast([m.weight.detach() for m in stale], [cast(Tensor, m.fp8_weight) for m in stale], scales)
+        torch._foreach_copy_([m.fp8_weight_scale for m in self.modules.values()], list(scales.unbind()))
+        before, self._versions = self._versions or (None,) * len(scales), self._current_versions()
+        sources, targets, used = [], [], []
+        for i, (name, module) in enumerate(self.modules.items()):
+            weight, target = self._shards[name], self._copies.get(name, module.fp8_weight)
+            # Frozen weights are cast once and for all. (A fused optimizer changes weights without a new version.)
+            if target is not None and (weight.requires_grad or before[i] != self._versions[i]):
+                sources.append(_local(weight).detach())
+                targets.append(target)
+                used.append(i)
+        if len(used) < len(scales):
+            scales = torch.stack([scales[i] for i in used] or [scales.new_zeros(())])
+        self._cast(sources, targets, scales)
         if self.on_change is not None:
-            self.on_change(self._shards)
+            self.on_change(self._shards, self._copies)
+
+
+def _local(weight: Tensor) -> Tensor:
+    return weight._local_tensor if isinstance(weight, DTensor) else weight
 
 
 class WeightsInForward:

@@ -26,6 +26,9 @@ from hf_fp8.roles import HEAD, TIED, expert_parameters, module_roles, plain_name
 logger = logging.getLogger(__name__)
 
 ASSUMED_TOKENS = 8192
+HEAD_RECIPE = (
+    "delayed"  # which converts the output head too unless told otherwise, by examples/convergence.py
+)
 LOW_COVERAGE = 0.5  # below this share of the FLOPs a warning says so
 
 
@@ -145,8 +148,9 @@ def judge(model: nn.Module, config: FP8Config, tokens: int | None = None) -> lis
 
 def convert(model: nn.Module, report: ConversionReport, config: FP8Config) -> None:
     """Convert in place what `report` says. Parameter objects stay the same objects."""
+    roles = module_roles(model)
     for row in report.converted:
-        convert_linear(model.get_submodule(row.name), config)
+        convert_linear(model.get_submodule(row.name), config, head=roles.get(row.name) == HEAD)
     if report.flop_coverage < LOW_COVERAGE:
         logger.warning(
             "Only %.1f%% of the matrix FLOPs of this model run in FP8; the report names the rest and why.",
@@ -171,7 +175,7 @@ def _reason_not(
     """Why the module stays in high precision, empty if it converts."""
     role = roles.get(name)
     rows, columns = _gemm_shape(module, weight)[:2]
-    if role == HEAD and config.head == "on":
+    if role == HEAD and (config.head == "on" or (config.head == "auto" and config.recipe == HEAD_RECIPE)):
         role = None
     if any(matches(pattern, name, model) for pattern in config.skip):
         return "fp8_skip"

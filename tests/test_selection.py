@@ -83,10 +83,10 @@ def test_decoder_converts_every_block_and_not_the_head() -> None:
     assert reasons(llama(), FP8Config(emulate=True, head="off")) == {"lm_head": "output head (fp8_head=off)"}
 
 
-def test_head_converts_when_asked() -> None:
-    on = FP8Config(emulate=True, head="on")
-    assert converted_by(llama(), on) == layers("model.layers", LLAMA_LAYER) | {"lm_head"}
-    assert select(llama(), on).flop_coverage == 1.0
+def test_head_converts_when_asked_and_with_the_delayed_recipe() -> None:
+    for on in (FP8Config(emulate=True, head="on"), FP8Config(emulate=True, recipe="delayed")):
+        assert converted_by(llama(), on) == layers("model.layers", LLAMA_LAYER) | {"lm_head"}
+        assert select(llama(), on).flop_coverage == 1.0
 
 
 def test_tied_head_stays_tied_and_in_high_precision() -> None:
