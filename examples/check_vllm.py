@@ -113,7 +113,7 @@ CASES = {
         lambda: MixtralForCausalLM(MixtralConfig(num_local_experts=4, **SIZES | HEAD)), ("*.1.mlp.experts.*",)
     ),
     "Qwen3-MoE": Case(lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(num_experts=4, **SIZES | HEAD | EXPERTS))),
-    # On a CPU vLLM 0.32 and transformers disagree about this model unquantized, too: from the second token on (78 % off).
+    # On a CPU vLLM 0.32 and transformers disagree about this model in bf16, too (logits 78 % off).
     "DeepSeek-V3": Case(
         lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**SIZES | EXPERTS | LATENT)),
         logits=not current_platform.is_cpu(),
