@@ -31,6 +31,7 @@ from hf_fp8.fsdp1 import (
     wrap_adapters,
 )
 from hf_fp8.gathering import WeightGather, shard_group
+from hf_fp8.generation import let_generate
 from hf_fp8.grad_unroll import unroll_gradients
 from hf_fp8.head import CompiledHead, compile_head
 from hf_fp8.linear import FP8_BUFFERS, FP8Module, fp8_modules
@@ -197,6 +198,8 @@ class FP8Plugin:
             refuse_sharded_save(model)
         if self.config.enabled:
             self._scale_once_per_step(accelerator, model)
+        if accelerator.is_fsdp2:
+            let_generate(model, lambda: self.weights.refresh_if_changed() if self.weights else None)
         self._finished = True
         if accelerator.is_main_process:
             logger.info("%s", self.report)
