@@ -38,19 +38,19 @@ class ReferenceMixin:
         self._fp8_ref_model = model
         # A trainer without an accelerator yet will hand the model over again.
         if new and isinstance(model, PreTrainedModel) and "accelerator" in vars(self):
-            config = self.args.fp8_config if self.args.fp8_ref_model else None
             precomputed = bool(vars(self.args).get("precompute_ref_log_probs"))
+            config = replace(self.args.fp8_config, enabled=self.args.fp8_ref_model)
             self._fp8_ref_note = prepare_reference(
                 model, self.accelerator, config, precomputed=precomputed
             )
 
 
 def prepare_reference(
-    model: PreTrainedModel, accelerator: Accelerator, config: FP8Config | None, *, precomputed: bool
+    model: PreTrainedModel, accelerator: Accelerator, config: FP8Config, *, precomputed: bool
 ) -> str:
-    """Convert (with a `config`) and, under FSDP2, shard a model that only runs forward, in place.
+    """Convert (if `config` is enabled) and, under FSDP2, shard a model that only runs forward, in place.
 
-    Weights of the delayed recipe's history belong to training: the reference takes exact scales (tensorwise).
+    There is no history without training: in place of the delayed recipe, the reference takes exact scales (tensorwise).
 
     Args:
         precomputed: TRL runs the model once, before training, and hashes its whole weights first.
@@ -58,10 +58,12 @@ def prepare_reference(
     Returns the sentence for the report.
 
     Raises:
-        ValueError: `precomputed` where only rank 0 has the weights.
+        ValueError: see `select`; also `precomputed` where only rank 0 has the weights.
+        RuntimeError: the device has no FP8 and `emulate` is off.
     """
     note = "reference model in high precision"
-    if config is not None and config.enabled:
+    if config.enabled:
+        config.check_hardware(accelerator.device)
         exact = replace(config, recipe="tensorwise") if config.recipe == "delayed" else config
         report = select(model, exact)
         convert(model, report, exact)
