@@ -44,6 +44,7 @@ from hf_fp8.regions import (
     recompute_blocks,
     without_cache,
 )
+from hf_fp8.roles import hf_roots
 from hf_fp8.scaling import ScalingState, WeightScales, WeightsInForward
 from hf_fp8.selection import ConversionReport, convert, select
 from hf_fp8.sharding import (
@@ -185,7 +186,7 @@ class FP8Plugin:
             wrap_adapters(accelerator, model)
         if accelerator.is_fsdp2:
             before = named_parameter_objects(model)
-            notes.append(shard_model(model, accelerator))
+            notes.append(shard_model(model, accelerator, tail=self._calls_its_head(model)))
             set_forward_modes(model, accelerator)
             for optimizer in optimizers:
                 remap_optimizer(optimizer, before, model)
@@ -203,6 +204,10 @@ class FP8Plugin:
         self._finished = True
         if accelerator.is_main_process:
             logger.info("%s", self.report)
+
+    def _calls_its_head(self, model: nn.Module) -> bool:
+        """Whether the head runs as a module. A forward that was put on the model (TRL's) may only read its weight."""
+        return self.head is not None or not any("forward" in vars(root) for _, root in hf_roots(model))
 
     def _compile(self, accelerator: Accelerator, model: nn.Module) -> None:
         assert self.report is not None

@@ -40,9 +40,7 @@ class ReferenceMixin:
         if new and isinstance(model, PreTrainedModel) and "accelerator" in vars(self):
             precomputed = bool(vars(self.args).get("precompute_ref_log_probs"))
             config = replace(self.args.fp8_config, enabled=self.args.fp8_ref_model)
-            self._fp8_ref_note = prepare_reference(
-                model, self.accelerator, config, precomputed=precomputed
-            )
+            self._fp8_ref_note = prepare_reference(model, self.accelerator, config, precomputed=precomputed)
 
 
 def prepare_reference(
@@ -67,7 +65,9 @@ def prepare_reference(
         exact = replace(config, recipe="tensorwise") if config.recipe == "delayed" else config
         report = select(model, exact)
         convert(model, report, exact)
-        note = f"reference model in FP8 ({exact.recipe}): {len(report.converted)} of {len(report.rows)} layers"
+        note = (
+            f"reference model in FP8 ({exact.recipe}): {len(report.converted)} of {len(report.rows)} layers"
+        )
     if not accelerator.is_fsdp2 or isinstance(model, FSDPModule):
         return note
     if precomputed:
@@ -78,7 +78,6 @@ def prepare_reference(
                 "config, or drop precompute_ref_log_probs."
             )
         return note
-    sharded = shard_model(model, accelerator, forward_only=True)
+    sharded = shard_model(model, accelerator, tail=False, forward_only=True)
     set_forward_modes(model, accelerator)
     return f"{note}, {sharded}"
-

@@ -70,10 +70,15 @@ def upcast_masters(model: nn.Module) -> str:
     return f"masters: trainable parameters in float32 ({len(low)} upcast){frozen}"
 
 
-def shard_model(model: nn.Module, accelerator: Accelerator, *, forward_only: bool = False) -> str:
+def shard_model(
+    model: nn.Module, accelerator: Accelerator, *, tail: bool = True, forward_only: bool = False
+) -> str:
     """Shard `model` in place over the mesh of `accelerator`; returns the sentence for the report.
 
-    `forward_only`: no backward follows a forward, which then leaves nothing gathered behind.
+    Args:
+        tail: the final norm and the head are gathered when their turn comes. False: with the root, for a forward that
+            reads the weight of the head without calling it.
+        forward_only: no backward follows a forward, which then leaves nothing gathered behind.
     """
     plugin = accelerator.state.fsdp_plugin
     mesh = accelerator.torch_device_mesh
@@ -85,16 +90,16 @@ def shard_model(model: nn.Module, accelerator: Accelerator, *, forward_only: boo
         "ignored_params": _ignored_parameters(model, plugin.ignored_modules),
     }
     units = wrap_units(model, plugin)
-    embedding, tail = _ends(model, units)
+    embedding, ends = _ends(model, units)
     from_rank0 = bool(plugin.cpu_ram_efficient_loading)
     full = _move_to_meta(model) if from_rank0 else {}
     for unit in units:
         fully_shard(unit, **options)
     if embedding is not None:
         fully_shard(embedding, **options)
-    if tail and not forward_only:
+    if ends and tail:
         # Needed at the end of forward and at once again in backward: resharding between would be a wasted gather.
-        fully_shard(tail, **{**options, "reshard_after_forward": False})
+        fully_shard(ends, **{**options, "reshard_after_forward": False})
     # By default the root stays gathered for its backward.
     root_options = {k: v for k, v in options.items() if forward_only or k != "reshard_after_forward"}
     fully_shard(model, **root_options)
