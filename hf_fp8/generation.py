@@ -9,21 +9,17 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from hf_fp8.roles import hf_roots
-
 
 def let_generate(model: nn.Module, before: Callable[[], None]) -> None:
     """Make `generate` of `model`, an FSDP2 root, gather its weights on all ranks alike.
 
     A wrapper (PEFT, a value head) generates with the model inside it, whose calls pass no hooks of the root: the whole
-    call counts as a forward of the root. A rank whose texts have ended goes on until those of all ranks have:
-    transformers does so for a model that bears FSDP's mark.
+    call counts as a forward of the root. (A rank whose texts have ended goes on until those of all ranks have:
+    transformers does so for a module that FSDP manages.)
 
     Args:
         before: called first, as a forward of the model would call it: FSDP2 must see the hooks of the FP8 gather.
     """
-    for _, root in hf_roots(model):
-        root._is_fsdp_managed_module = True  # type: ignore[assignment]
     if not callable(getattr(type(model), "generate", None)):
         return
     register_fsdp_forward_method(model, "generate")

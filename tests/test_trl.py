@@ -288,6 +288,7 @@ def prefer(folder: str, spoil: bool) -> dict[str, Any]:
         "margins": logged(trainer, "rewards/margins"),
         "sharded": [isinstance(m, FSDPModule) for m in (trainer.model, trainer.ref_model, *blocks)],
         "freed": all(isinstance(p, DTensor) for p in trainer.ref_model.parameters()),
+        "own group": [isinstance(m.lm_head, FSDPModule) for m in (trainer.model, trainer.ref_model)],
         "converted": (len(fp8_modules(trainer.model)), len(fp8_modules(trainer.ref_model))),
         "weights": models.whole(trainer.model),
         "reference": models.whole(trainer.ref_model),
@@ -307,6 +308,7 @@ def test_a_reference_model_is_sharded_by_block_and_filled_from_rank_0(ranks: Ran
     start = dict(actor().named_parameters())
     for each in results:
         assert each["sharded"] == [True] * 4 and each["freed"] and each["converted"] == (14, 0)
+        assert each["own group"] == [False, False]  # TRL's forward reads the head's weight and never calls it
         assert each["losses"] == results[0]["losses"]
         assert each["losses"] == pytest.approx(expected["losses"], rel=0.05)
         assert each["margins"][-1] > 0.02
@@ -329,11 +331,13 @@ def act(folder: str, peft: bool) -> dict[str, Any]:
         fp8_all_gather="auto" if peft else "off",
         **({"peft_config": LORA} if peft else {}),
     )
-    trainer.generation_config.eos_token_id = trainer.eos_token_ids = list(range(80, 272))
+    rank = torch.distributed.get_rank()
+    ends = list(range(272)) if rank == 0 else [271]  # after one token, or nearly never
+    trainer.generation_config.eos_token_id = trainer.eos_token_ids = ends
     trainer.train()
     weights = {name: tensor.clone() for name, tensor in iter_full_weights(trainer.model)}
     prompts = byte_tokenizer()(PROMPTS[:8], return_tensors="pt")
-    own = {k: v[4 * torch.distributed.get_rank() :][:4] for k, v in prompts.items()}
+    own = {k: v[4 * rank :][:4] for k, v in prompts.items()}
     said = trainer.model.generate(**own, max_new_tokens=8, do_sample=False, eos_token_id=[])
     return {
         "sharded": isinstance(trainer.model, FSDPModule),
@@ -350,7 +354,7 @@ def test_a_sharded_actor_generates_and_the_rollout_side_says_the_same(
 ) -> None:
     results = ranks(act, str(tmp_path), peft, fsdp=True)
     for each in results:
-        assert each["sharded"] and len(each["rewards"]) == 3 and min(each["lengths"]) < 6
+        assert each["sharded"] and len(each["rewards"]) == 3 and max(each["lengths"]) <= 3.5
         assert each["rewards"] == results[0]["rewards"]
         assert all(torch.equal(t, results[0]["weights"][n]) for n, t in each["weights"].items())
     rollout = actor()
