@@ -420,10 +420,12 @@ def test_readme_lines_make_a_trainer(tmp_path: Path) -> None:
             "report_to": "none",
             "save_strategy": "no",
             "max_steps": 1,
+            "max_completion_length": 4,
         },
     }
     exec(readme_block("trl trainer").replace('output_dir="out"', "output_dir=folder, **flags"), names)
     assert len(fp8_modules(names["trainer"].model)) == 14
+    names["trainer"].train()
     assert names["trainer"].state.global_step == 1
 
 
