@@ -26,6 +26,7 @@ class ReferenceMixin:
     args: Any
     accelerator: Any
     _fp8_ref_model: Any
+    _fp8_prepared_ref: Any = None
     _fp8_ref_note = ""
 
     @property
@@ -34,10 +35,11 @@ class ReferenceMixin:
 
     @ref_model.setter
     def ref_model(self, model: Any) -> None:
-        new = model is not vars(self).get("_fp8_ref_model")
         self._fp8_ref_model = model
-        # A trainer without an accelerator yet will hand the model over again.
-        if new and isinstance(model, PreTrainedModel) and "accelerator" in vars(self):
+        # TRL sets it again after its own preparation. A trainer that has no accelerator yet will do so later.
+        new = model is not self._fp8_prepared_ref and isinstance(model, PreTrainedModel)
+        if new and "accelerator" in vars(self):
+            self._fp8_prepared_ref = model
             precomputed = bool(vars(self.args).get("precompute_ref_log_probs"))
             config = replace(self.args.fp8_config, enabled=self.args.fp8_ref_model)
             self._fp8_ref_note = prepare_reference(model, self.accelerator, config, precomputed=precomputed)
