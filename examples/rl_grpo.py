@@ -204,7 +204,6 @@ def supervise(args: Arguments, rl: FP8GRPOConfig, folder: Path) -> None:
 def reinforce(run: str, args: Arguments, rl: FP8GRPOConfig, start: Path) -> dict[str, Any]:
     """One run from the checkpoint `start`; its record for the JSON file."""
     rl.fp8 = run == "fp8"
-    rl.bf16 = True
     tokenizer = byte_tokenizer()
     trainer = FP8GRPOTrainer(
         model=str(start),
