@@ -11,12 +11,16 @@ from __future__ import annotations
 import random
 import sysconfig
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -195,3 +199,19 @@ def byte_llama(
             use_cache=False,
         )
     )
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Each byte of UTF-8 text a token, and after the 256 of them `<pad>` and `<eos>`."""
+    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    tokenizer = Tokenizer(BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def _byte_characters() -> list[str]:
+    """The characters that stand for the bytes 0 to 255: a printable one is its own, the others follow from 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    following = count(256)
+    return [chr(byte if byte in printable else next(following)) for byte in range(256)]

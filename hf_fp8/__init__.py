@@ -7,6 +7,7 @@ from hf_fp8.callbacks import ThroughputCallback
 from hf_fp8.config import FP8Config
 from hf_fp8.export import ExportReport, export_fp8
 from hf_fp8.grad_unroll import unroll_gradients
+from hf_fp8.layout import quantize_weights, rollout_layout
 from hf_fp8.linear import revert
 from hf_fp8.plugin import FP8Plugin
 from hf_fp8.selection import ConversionReport
@@ -26,7 +27,9 @@ __all__ = [
     "ThroughputCallback",
     "export_fp8",
     "iter_full_weights",
+    "quantize_weights",
     "revert",
+    "rollout_layout",
     "unroll_gradients",
 ]
 

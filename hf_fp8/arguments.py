@@ -71,12 +71,22 @@ class FP8ArgumentsMixin:
             "help": "One GPU: Adam's state lives and steps on the CPU (torchao). Needs --max_grad_norm 0."
         },
     )
+    fp8_ref_model: bool = field(
+        default=False,
+        metadata={"help": "TRL: run the reference model in FP8, too. It stays in high precision otherwise."},
+    )
     torch_compile_regional: bool = field(
         default=True,
         metadata={
             "help": "With --torch_compile: compile each repeated block; false compiles the whole model."
         },
     )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # One without fields of its own needs no decorator; one with fields is a dataclass only with it.
+        if "__annotations__" not in vars(cls):
+            dataclass(cls)
 
     def __post_init__(self) -> None:
         said = {name: getattr(self, flag) for flag, name in _FLAGS.items()}

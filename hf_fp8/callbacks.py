@@ -21,9 +21,12 @@ class ThroughputCallback(TrainerCallback):
         self._tokens = 0
         self._started: float | None = None
 
-    def count(self, inputs: Mapping[str, Any], main_input_name: str) -> None:
-        """Count one micro-batch of this process. No device synchronisation."""
-        main = inputs.get(main_input_name)
+    def count(self, inputs: Any, main_input_name: str) -> None:
+        """Count one micro-batch of this process. No device synchronisation.
+
+        Prompts that a trainer has yet to complete (a list, from TRL's GRPO) are not counted.
+        """
+        main = inputs.get(main_input_name) if isinstance(inputs, Mapping) else None
         if main is not None and hasattr(main, "shape"):
             self._tokens += main.shape[:2].numel()
 

@@ -24,13 +24,15 @@ from posixpath import commonpath
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchao.float8.float8_utils import to_fp8_saturated
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from hf_fp8.adapters import base_of
+from hf_fp8.checkpoint import plain_class, unwrap
 from hf_fp8.config import FP8Config
 from hf_fp8.linear import E4M3
 from hf_fp8.scaling import SMALLEST_AMAX
@@ -86,6 +88,37 @@ def skeleton(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrained
     """A model without memory: its parameters are on the meta device."""
     with torch.device("meta"), meta_device_safe_creation_ops():
         return cls(copy.deepcopy(config))
+
+
+def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
+    """A skeleton of a live model, also a sharded one."""
+    plain = skeleton(plain_class(model), model.config)
+    if "_weight_conversions" in vars(model):  # it is saved under the names that it was loaded from
+        plain._weight_conversions = vars(model)["_weight_conversions"]
+    return plain
+
+
+def rollout_layout(
+    model: nn.Module, *, skip: Sequence[str] = (), dtype: torch.dtype = torch.bfloat16
+) -> Layout:
+    """What `quantize_weights` needs to make FP8 rollout weights of `iter_full_weights(model)`.
+
+    The same for a model in training from its first update to its last: decide it once.
+
+    Args:
+        model: as for `iter_full_weights`; of a PEFT model, the base that its adapters are merged into.
+        skip, dtype: as for `export_fp8`.
+
+    Raises:
+        ValueError: see `export_fp8`.
+    """
+    base = base_of(unwrap(model))
+    if not isinstance(base, PreTrainedModel):
+        raise ValueError(
+            f"The FP8 format is that of transformers models, got {type(base).__name__}. Pass the model inside it, here "
+            "and to iter_full_weights."
+        )
+    return fp8_layout(skeleton_of(base), skip=skip, dtype=dtype)
 
 
 def fp8_layout(

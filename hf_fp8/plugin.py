@@ -31,6 +31,7 @@ from hf_fp8.fsdp1 import (
     wrap_adapters,
 )
 from hf_fp8.gathering import WeightGather, shard_group
+from hf_fp8.generation import let_generate
 from hf_fp8.grad_unroll import unroll_gradients
 from hf_fp8.head import CompiledHead, compile_head
 from hf_fp8.linear import FP8_BUFFERS, FP8Module, fp8_modules
@@ -43,6 +44,7 @@ from hf_fp8.regions import (
     recompute_blocks,
     without_cache,
 )
+from hf_fp8.roles import hf_roots
 from hf_fp8.scaling import ScalingState, WeightScales, WeightsInForward
 from hf_fp8.selection import ConversionReport, convert, select
 from hf_fp8.sharding import (
@@ -184,7 +186,7 @@ class FP8Plugin:
             wrap_adapters(accelerator, model)
         if accelerator.is_fsdp2:
             before = named_parameter_objects(model)
-            notes.append(shard_model(model, accelerator))
+            notes.append(shard_model(model, accelerator, tail=self._calls_its_head(model)))
             set_forward_modes(model, accelerator)
             for optimizer in optimizers:
                 remap_optimizer(optimizer, before, model)
@@ -197,9 +199,15 @@ class FP8Plugin:
             refuse_sharded_save(model)
         if self.config.enabled:
             self._scale_once_per_step(accelerator, model)
+        if accelerator.is_fsdp2:
+            let_generate(model, lambda: self.weights.refresh_if_changed() if self.weights else None)
         self._finished = True
         if accelerator.is_main_process:
             logger.info("%s", self.report)
+
+    def _calls_its_head(self, model: nn.Module) -> bool:
+        """Whether the head runs as a module. A forward that was put on the model (TRL's) may only read its weight."""
+        return self.head is not None or not any("forward" in vars(root) for _, root in hf_roots(model))
 
     def _compile(self, accelerator: Accelerator, model: nn.Module) -> None:
         assert self.report is not None

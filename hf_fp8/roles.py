@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import cast
 
-from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
@@ -132,10 +131,10 @@ def _parameter_owners(model: nn.Module) -> list[tuple[nn.Parameter, list[nn.Modu
 
 
 def plain_name(name: str, model: nn.Module) -> str:
-    """`name` as it was before PEFT wrapped the model: the name that a user writes in `fp8_skip`."""
-    if isinstance(model, PeftModel):
-        name = name.removeprefix("base_model.model.").replace(".base_layer", "")
-    return name
+    """`name` as it was before PEFT or a value head wrapped the model: the name that a user writes in `fp8_skip`."""
+    for prefix, _ in hf_roots(model):
+        name = name.removeprefix(f"{prefix}.")
+    return name.replace(".base_layer", "")
 
 
 def _below(module: nn.Module, prefix: str) -> list[str]:

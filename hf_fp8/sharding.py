@@ -70,34 +70,41 @@ def upcast_masters(model: nn.Module) -> str:
     return f"masters: trainable parameters in float32 ({len(low)} upcast){frozen}"
 
 
-def shard_model(model: nn.Module, accelerator: Accelerator) -> str:
-    """Shard `model` in place over the mesh of `accelerator`; returns the sentence for the report."""
+def shard_model(
+    model: nn.Module, accelerator: Accelerator, *, tail: bool = True, forward_only: bool = False
+) -> str:
+    """Shard `model` in place over the mesh of `accelerator`; returns the sentence for the report.
+
+    Args:
+        tail: the final norm and the head are gathered when their turn comes. False: with the root, for a forward that
+            reads the weight of the head without calling it.
+        forward_only: no backward follows a forward, which then leaves nothing gathered behind.
+    """
     plugin = accelerator.state.fsdp_plugin
     mesh = accelerator.torch_device_mesh
     options: dict[str, Any] = {
-        "reshard_after_forward": plugin.reshard_after_forward,
+        "reshard_after_forward": forward_only or plugin.reshard_after_forward,
         "offload_policy": offload_policy(accelerator),
         "mp_policy": plugin.mixed_precision_policy,
         "mesh": mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)] if mesh is not None else None,
         "ignored_params": _ignored_parameters(model, plugin.ignored_modules),
     }
     units = wrap_units(model, plugin)
-    embedding, tail = _ends(model, units)
+    embedding, ends = _ends(model, units)
     from_rank0 = bool(plugin.cpu_ram_efficient_loading)
     full = _move_to_meta(model) if from_rank0 else {}
     for unit in units:
         fully_shard(unit, **options)
     if embedding is not None:
         fully_shard(embedding, **options)
-    if tail:
+    if ends and tail:
         # Needed at the end of forward and at once again in backward: resharding between would be a wasted gather.
-        fully_shard(tail, **{**options, "reshard_after_forward": False})
-    root_options = {k: v for k, v in options.items() if k != "reshard_after_forward"}
+        fully_shard(ends, **{**options, "reshard_after_forward": False})
+    # By default the root stays gathered for its backward.
+    root_options = {k: v for k, v in options.items() if forward_only or k != "reshard_after_forward"}
     fully_shard(model, **root_options)
     if from_rank0:
         _load_from_rank0(model, full, accelerator)
-    # Class names have changed: the policy would not find its classes again.
-    plugin.auto_wrap_policy = None
     size = (
         "x".join(map(str, options["mesh"].shape))
         if options["mesh"] is not None

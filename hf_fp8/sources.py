@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from hf_fp8.checkpoint import full_state_dict, plain_class, unwrap
-from hf_fp8.layout import Layout, skeleton
+from hf_fp8.layout import Layout, skeleton, skeleton_of
 from hf_fp8.streaming import iter_full_weights
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -55,9 +55,7 @@ class ModelSource:
         self.model = _plain_model(model)
         self.processing_class = processing_class
         self.cls = plain_class(self.model)
-        self.skeleton = skeleton(self.cls, self.model.config)
-        if "_weight_conversions" in vars(self.model):  # it is saved under the names that it was loaded from
-            self.skeleton._weight_conversions = vars(self.model)["_weight_conversions"]
+        self.skeleton = skeleton_of(self.model)
         fp32 = any(p.dtype == torch.float32 for p in self.model.parameters())
         self.dtype = torch.float32 if fp32 else self.model.dtype
 

@@ -59,11 +59,12 @@ from hf_fp8.offload import (
     prepare_cpu_step,
 )
 from hf_fp8.plugin import FP8Plugin
+from hf_fp8.reference import ReferenceMixin
 from hf_fp8.selection import ConversionReport
 from hf_fp8.sharding import reshard
 
 
-class FP8TrainerMixin:
+class FP8TrainerMixin(ReferenceMixin):
     """Puts FP8 under a Trainer class.
 
     The model is converted when the trainer is built, so that a run that cannot be honoured does not start;
@@ -137,9 +138,12 @@ class FP8TrainerMixin:
         self.fp8_plugin.prepare_model(self.accelerator, model, *optimizers)
 
     def _fp8_convert(self, model: nn.Module) -> None:
-        if model is not self._fp8_model:
-            self._fp8_model, self._fp8_dtypes = model, dtypes_of(model)  # before masters are upcast
+        if model is self._fp8_model:
+            return
+        self._fp8_model, self._fp8_dtypes = model, dtypes_of(model)  # before masters are upcast
         self.fp8_plugin.convert(self.accelerator, model)
+        if self._fp8_ref_note:
+            self.fp8_report.notes.append(self._fp8_ref_note)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         self.fp8_grad_unroll.before_prediction_step()
@@ -166,7 +170,10 @@ class FP8TrainerMixin:
         free_gathered(self.model)
         if self.accelerator.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
             _undo_evaluation_prepare(self.model)
+        generate = vars(self.model).get("generate")
         prepared = super()._prepare_for_training(max_steps, loader, resume_from_checkpoint)  # type: ignore[misc]
+        if generate is not None:  # under FSDP2 Trainer has wrapped it once more
+            self.model.generate = generate
         self.fp8_plugin.check(self.optimizer)
         self.fp8_plugin.begin_calibration()
         return prepared

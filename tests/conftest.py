@@ -1,6 +1,7 @@
 """Fixtures of all tests, and the `gpu` marker."""
 
 import os
+import sys
 from collections.abc import Iterator
 
 # Before torch is imported.
@@ -14,6 +15,9 @@ import pytest
 import torch
 
 from gloo import Ranks, environment, forget_accelerate
+
+# TRL, the extra `trl`, is for Python 3.11 and newer.
+collect_ignore = ["test_trl.py", "test_trl_examples.py"] if sys.version_info < (3, 11) else []
 
 
 @pytest.fixture(scope="session")
