@@ -10,11 +10,12 @@ layout, both projections, gate, sum over experts; not the router) in these imple
     torchao       its prototype, rowwise (`torchao.prototype.moe_training`), on rows padded as ours are
     tensorwise, delayed, rowwise    `hf_fp8/experts.py`
 
-Implementations take turns, and medians are compared. Times of `delayed` include what an optimizer step of one micro-batch
-spends on scales and on the 8-bit copies of the weights ("of it, step"). Routing is random and even unless `--routing
-uneven`, where experts get tokens in proportion to 1, 1/2, 1/3, ...
+Implementations take turns, and medians are compared. Times of `delayed` include what an optimizer step of one
+micro-batch spends on scales and on the 8-bit copies of the weights ("of it, step"). Routing is random and even unless
+`--routing uneven`, where experts get tokens in proportion to 1, 1/2, 1/3, ...
 
-First, each implementation is checked against float64 on a small layer whose experts get 0, 1, 5, 37 and all other tokens.
+First, each implementation is checked against float64 on a small layer whose experts get 0, 1, 5, 37 and all other
+tokens.
 """
 
 from __future__ import annotations
@@ -72,9 +73,7 @@ class Arguments:
         default_factory=lambda: [BF16, TORCHAO, "tensorwise", "delayed", "rowwise"],
         metadata={"help": "Implementations, bf16 first."},
     )
-    tokens: list[int] = field(
-        default_factory=lambda: [16384, 65536], metadata={"help": "Tokens of a batch."}
-    )
+    tokens: list[int] = field(default_factory=lambda: [16384, 65536], metadata={"help": "Tokens of a batch."})
     shapes: list[str] = field(
         default_factory=lambda: [s.name for s in SHAPES], metadata={"help": "Layer shapes."}
     )

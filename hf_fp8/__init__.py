@@ -9,7 +9,7 @@ from hf_fp8.export import ExportReport, export_fp8
 from hf_fp8.grad_unroll import unroll_gradients
 from hf_fp8.linear import revert
 from hf_fp8.plugin import FP8Plugin
-from hf_fp8.selection import ConversionReport
+from hf_fp8.report import ConversionReport
 from hf_fp8.streaming import iter_full_weights
 from hf_fp8.trainer import FP8Trainer, FP8TrainerMixin
 

@@ -5,8 +5,8 @@ says by `use_experts_implementation` how they lie there: gate and up projection 
 (out, in) or (in, out), with biases or without, gated or not. From those facts, the module's own activation and nothing
 else, `FP8Experts` computes what the interface's other implementations do.
 
-It swaps the class of the module in place, as for linears: parameters stay the same objects under the same names. The FP8
-state of the two weights lives in two small modules beside them (`ExpertWeight`), which scaling, FP8 gather and
+It swaps the class of the module in place, as for linears: parameters stay the same objects under the same names. The
+FP8 state of the two weights lives in two small modules beside them (`ExpertWeight`), which scaling, FP8 gather and
 checkpoints treat like any other FP8 layer.
 
 The weight that the router gives to an expert is applied between the two projections, not after them. That is the same
@@ -42,7 +42,7 @@ class ExpertWeight(FP8Module):
         self.init_fp8(GemmRecipe.of(config)._replace(grad_dtype=E4M3), delayed=config.recipe == "delayed")
 
     @property
-    def weight(self) -> Any:  # type: ignore[override]
+    def weight(self) -> Any:
         return self.owner[0]._parameters[self.parameter_name]
 
 
@@ -103,7 +103,7 @@ class FP8Experts(Converted):
     ) -> Tensor:
         w = getattr(self, weight.parameter_name)
         w_fp8, w_scale = weight.fp8_operand(w, weight.fp8_weight)
-        delayed = (None, None, None, None)
+        delayed: tuple[Tensor | None, ...] = (None,) * 4
         if weight.fp8_delayed:
             delayed = (
                 weight.fp8_input_scale,
@@ -155,7 +155,7 @@ def why_not_convertible(module: nn.Module) -> str:
     names = expert_weights(module)
     if not names:
         return "experts are not on transformers' experts interface"
-    if any(size % ALIGNMENT for name in names.values() for size in module._parameters[name].shape[1:]):
+    if any(size % ALIGNMENT for name in names.values() for size in getattr(module, name).shape[1:]):
         return f"dimensions are not multiples of {ALIGNMENT}"
     return ""
 

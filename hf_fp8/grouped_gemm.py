@@ -22,6 +22,7 @@ a tensor is passed as equal ones.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -118,7 +119,7 @@ class GroupedMatmul(torch.autograd.Function):
         x_fp8 = _cast(x, x_scale, x_amax, recipe, record=record, calibrating=calibrating)
         x_PK = _to_rows(x_fp8, tokens) if gemm.from_tokens else x_fp8
         # Rowwise recipes contract x over rows in backward and need other scales there: keep x as it was.
-        kept = (None, None)
+        kept: tuple[Tensor | None, ...] = (None, None)
         if ctx.needs_input_grad[1]:
             kept = (x, None) if recipe.rowwise else x_PK
         ctx.save_for_backward(*kept, w if w_fp8 is None else w_fp8, w_scale, tokens, places, offsets)
@@ -145,7 +146,7 @@ class GroupedMatmul(torch.autograd.Function):
                 x_PK = _rows_of(x_data, tokens) if gemm.from_tokens else x_data
                 dy_hp = _rows_of(dy, tokens) if gemm.to_tokens else dy
                 pair = (x_PK, dy_hp) if gemm.transposed else (dy_hp, x_PK)
-                dw = _grouped_hp(*pair, offsets)
+                dw = _grouped_hp(pair[0], pair[1], offsets)
             else:
                 x = Scaled(x_data, x_scale)
                 if recipe.rowwise:
@@ -240,7 +241,7 @@ def _grouped_hp(a_PM: Tensor, b_PN: Tensor, offsets: Tensor) -> Tensor:
 def grouped_mm_emulated(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """`grouped_gemm` on fp32 operands, expert by expert. One operator to the compiler, which cannot see group sizes."""
     bounds = [0, *offsets.tolist()]
-    groups = list(zip(bounds, bounds[1:]))
+    groups = list(pairwise(bounds))
     with torch.autocast(a.device.type, enabled=False):
         if b.ndim == 3:
             return torch.cat([a[start:end] @ b[i] for i, (start, end) in enumerate(groups)])

@@ -33,8 +33,9 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from hf_fp8.config import FP8Config
 from hf_fp8.linear import E4M3
+from hf_fp8.report import Row
 from hf_fp8.scaling import SMALLEST_AMAX
-from hf_fp8.selection import Row, check_patterns, judge, matches
+from hf_fp8.selection import check_patterns, judge, matches
 from hf_fp8.streaming import weight_groups
 
 BLOCK = 128

@@ -266,7 +266,7 @@ class FP8Module(nn.Module):
             self.register_buffer(name, None, persistent=False)
 
     def fp8_operand(self, weight: Tensor, copy: Tensor | None) -> tuple[Tensor | None, Any]:
-        """`weight` in 8 bits (`copy`, unless it was gathered so), None if it must be cast; its scale, None if dynamic."""
+        """(`weight` in 8 bits: as it was gathered, or else `copy`; its scale). None: cast, or scale, in the forward."""
         if isinstance(weight, Float8TrainingTensor):  # gathered as FP8
             return weight._data, weight._scale
         if not self.fp8_delayed:
@@ -339,6 +339,7 @@ class _FP8Layer(FP8Module, Converted):
         )
         return cast(Tensor, y_MN)
 
+
 class FP8Linear(_FP8Layer, nn.Linear):
     """An `nn.Linear` whose GEMMs run in FP8. Made by `convert_linear`, never constructed.
 
@@ -401,7 +402,7 @@ def convert_linear(module: nn.Module, config: FP8Config) -> None:
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Turn every FP8 layer of `model` back into what it was (`nn.Linear`, `Conv1D`, experts), in place; returns `model`.
+    """Turn every FP8 layer of `model` back into the linear or experts it was, in place; returns `model`.
 
     Parameters stay the same objects; the FP8 state is dropped.
 

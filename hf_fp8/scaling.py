@@ -156,8 +156,8 @@ class ScalingState:
     """The delayed recipe's state of one model: amax history and scales of inputs and output gradients.
 
     Shapes: `history` (2, modules, history_len) fp32, newest first; row 0 inputs (e4m3), row 1 output
-    gradients (e5m2; e4m3 of experts). Scales live in the modules, as separate 0-dim buffers (views of one storage would alias
-    inside a compiled graph).
+    gradients (e5m2, of experts e4m3). Scales live in the modules, as separate 0-dim buffers (views of one storage
+    would alias inside a compiled graph).
 
     Starts *calibrating*: the first micro-batch uses the exact scales of its own tensors, as the tensorwise recipe
     does, and records them. `end_calibration` then turns to delayed scales.

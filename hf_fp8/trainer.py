@@ -56,7 +56,7 @@ from hf_fp8.offload import (
     warn_of_slow_step,
 )
 from hf_fp8.plugin import FP8Plugin
-from hf_fp8.selection import ConversionReport
+from hf_fp8.report import ConversionReport
 from hf_fp8.sharding import reshard
 
 
