@@ -116,6 +116,7 @@ class GroupedMatmul(torch.autograd.Function):
         recipe = gemm.recipe
         ctx.gemm, ctx.calibrating, ctx.cast_weight = gemm, calibrating, w_fp8 is None
         ctx.dy_scale, ctx.dy_amax = dy_scale, dy_amax  # written in backward, so not saved tensors
+        x = _with_padding(x) if gemm.from_tokens else x
         x_fp8 = _cast(x, x_scale, x_amax, recipe, record=record, calibrating=calibrating)
         x_PK = _to_rows(x_fp8, tokens) if gemm.from_tokens else x_fp8
         # Rowwise recipes contract x over rows in backward and need other scales there: keep x as it was.
@@ -134,6 +135,7 @@ class GroupedMatmul(torch.autograd.Function):
         gemm: GroupedGemm = ctx.gemm
         recipe = gemm.recipe
         dx = dw = None
+        dy = _with_padding(dy) if gemm.to_tokens else dy
         dy_fp8 = _cast(dy, ctx.dy_scale, ctx.dy_amax, recipe, record=True, calibrating=ctx.calibrating)
         dy_PN = _to_rows(dy_fp8, tokens) if gemm.to_tokens else dy_fp8
         if ctx.needs_input_grad[0]:
@@ -143,8 +145,8 @@ class GroupedMatmul(torch.autograd.Function):
             dx = _to_tokens(dx_PK, places) if gemm.from_tokens else dx_PK
         if ctx.needs_input_grad[1]:
             if recipe.grad_weight_hp:
-                x_PK = _rows_of(x_data, tokens) if gemm.from_tokens else x_data
-                dy_hp = _rows_of(dy, tokens) if gemm.to_tokens else dy
+                x_PK = x_data[tokens] if gemm.from_tokens else x_data
+                dy_hp = dy[tokens] if gemm.to_tokens else dy
                 pair = (x_PK, dy_hp) if gemm.transposed else (dy_hp, x_PK)
                 dw = _grouped_hp(pair[0], pair[1], offsets)
             else:
@@ -181,16 +183,16 @@ def _weight(w: Tensor, scale: Tensor | None, cast_weight: bool, recipe: GemmReci
     return quantize(w, E4M3, dim=dim)
 
 
+def _with_padding(value_TK: Tensor) -> Tensor:
+    """(T + 1, K): a zero row more, for the padding to be copied from. It also makes no tokens an ordinary input."""
+    return F.pad(value_TK, (0, 0, 0, 1))
+
+
 def _to_rows(value: Scaled, tokens: Tensor) -> Scaled:
-    """8-bit rows in token order (T, K), copied to the buffer's order (P, K); zeros in the padding."""
-    data = _rows_of(value.data.view(torch.int64), tokens).view(value.data.dtype)  # 8 elements at once
-    if value.scale.ndim == 0 or value.scale.shape[0] == 1:  # one, or one a column
-        return Scaled(data, value.scale)
-    return Scaled(data, F.pad(value.scale, (0, 0, 0, 1), value=1.0)[tokens])
-
-
-def _rows_of(value_TK: Tensor, tokens: Tensor) -> Tensor:
-    return F.pad(value_TK, (0, 0, 0, 1))[tokens]
+    """8-bit rows in token order (T + 1, K), copied to the buffer's order (P, K)."""
+    data = value.data.view(torch.int64)[tokens].view(value.data.dtype)  # 8 elements at once
+    by_row = value.scale.ndim > 0 and value.scale.shape[1] == 1
+    return Scaled(data, value.scale[tokens] if by_row else value.scale)
 
 
 def _to_tokens(y_PN: Tensor, places: Tensor) -> Tensor:

@@ -261,7 +261,9 @@ def test_experts_count_by_what_a_token_uses_and_low_coverage_is_warned_of(
     assert share < 0.5
     assert report.flop_coverage == pytest.approx(share)
     assert f"{share:.1%} of the matrix FLOPs" in str(report)
-    assert f"experts: {2 * used / total:.1%} of the matrix FLOPs; 4 of 4 in bf16: fp8_experts=off" in str(report)
+    assert f"experts: {2 * used / total:.1%} of the matrix FLOPs; 4 of 4 in bf16: fp8_experts=off" in str(
+        report
+    )
     convert(model, report, off)
     assert [message.split(" of ")[0] for message in warnings()] == [f"Only {share:.1%}"]
 
