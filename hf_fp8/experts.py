@@ -160,6 +160,13 @@ def why_not_convertible(module: nn.Module) -> str:
     return ""
 
 
+def why_not_on_this_device() -> str:
+    """Why the GPU has no grouped FP8 GEMM, empty if it has, or if there is none to ask."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] in (9, 10):
+        return ""
+    return "grouped FP8 GEMMs need compute capability 9 or 10"
+
+
 _CLASSES: dict[type, type] = {}  # one FP8 class for each experts class, so that layers share compiled graphs
 
 

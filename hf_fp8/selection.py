@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_fp8.config import FP8Config
 from hf_fp8.cost import ASSUMED_TOKENS, experts_seconds, is_slower
-from hf_fp8.experts import convert_experts, expert_weights, why_not_convertible
+from hf_fp8.experts import convert_experts, expert_weights, why_not_convertible, why_not_on_this_device
 from hf_fp8.linear import ALIGNMENT, FP8Module, convert_linear
 from hf_fp8.report import ConversionReport, Row
 from hf_fp8.roles import HEAD, TIED, expert_parameters, module_roles, plain_name
@@ -107,7 +107,7 @@ def _experts_reason_not(
         return roles[parent]
     if isinstance(model.get_submodule(parent.rpartition(".")[0]), BaseTunerLayer):
         return "adapters change the expert weights"
-    reason = why_not_convertible(module)
+    reason = why_not_convertible(module) or ("" if config.emulate else why_not_on_this_device())
     if reason or config.experts == "on" or config.convert_small or config.emulate:
         return reason
     bf16, fp8 = _experts_seconds(module, config.recipe, work)
