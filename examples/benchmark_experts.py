@@ -26,8 +26,9 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +38,10 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from hf_fp8 import FP8Config
 from hf_fp8.experts import convert_experts
-from hf_fp8.grouped_gemm import route
-from hf_fp8.linear import fp8_modules
+from hf_fp8.grouped_gemm import grouped_gemm, route
+from hf_fp8.linear import E4M3, Scaled, fp8_modules
 from hf_fp8.scaling import ScalingState, WeightScales
+from hf_fp8.transpose import row_major
 from runs import environment, fp8_gpu, print_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -82,12 +84,22 @@ class Arguments:
         default_factory=lambda: [BF16, "delayed"],
         metadata={"help": "Implementations timed without compile, too, at the smaller number of tokens."},
     )
+    later: list[str] = field(
+        default_factory=list, metadata={"help": "Implementations to time after all others, with bf16."}
+    )
     repeats: int = field(default=10, metadata={"help": "Timed repetitions."})
     profile: list[str] = field(
         default_factory=list, metadata={"help": "Print the kernels of these implementations."}
     )
     kernels: int = field(default=16, metadata={"help": "How many kernels to print."})
-    check: bool = field(default=True, metadata={"help": "Check against float64 first."})
+    gemms: bool = field(default=True, metadata={"help": "Time the grouped GEMMs alone, too."})
+    check: list[str] = field(
+        default_factory=lambda: [BF16, TORCHAO, "tensorwise", "delayed", "rowwise"],
+        metadata={"help": "Implementations to check against float64 first."},
+    )
+    seconds: float = field(
+        default=float("inf"), metadata={"help": "Start no further case after this many seconds."}
+    )
     output: str = field(
         default="outputs/benchmark_experts.json", metadata={"help": "JSON file of the results."}
     )
@@ -96,7 +108,7 @@ class Arguments:
     def __post_init__(self) -> None:
         if self.smoke:
             self.tokens, self.repeats, self.eager = [96], 2, []
-            self.runs = [run for run in self.runs if run != TORCHAO]
+            self.runs, self.check = ([run for run in x if run != TORCHAO] for x in (self.runs, self.check))
 
 
 # --- implementations ----------------------------------------------------------------------------------------
@@ -252,34 +264,93 @@ def time_together(steps: dict[str, Step], repeats: int) -> dict[str, tuple[float
     return {name: (a + b, b, peaks.get(name, 0.0)) for name, (a, b) in medians.items()}
 
 
-def measure(shape: Shape, args: Arguments, *, compiled: bool) -> list[dict[str, Any]]:
-    """All implementations at every number of tokens."""
-    torch._dynamo.reset()
-    layers = {}
-    for run in args.runs if compiled else args.eager:
-        layer, state = make_layer(run, shape)
-        if compiled:
-            layer.compile(backend="aot_eager" if args.smoke else "inductor")
-        layers[run] = (layer, state)
-    rows = []
-    for tokens in args.tokens if compiled else args.tokens[:1]:
+class Benchmark:
+    """Layers are made and compiled once; results are kept as they come."""
+
+    def __init__(self, args: Arguments) -> None:
+        self.args, self.started = args, time.perf_counter()
+        self.rows: list[dict[str, Any]] = []
+        self.layers: dict[tuple[str, str, bool], tuple[nn.Module, ScalingState | None]] = {}
+        torch._dynamo.config.recompile_limit = 64  # all layers share the code of one forward
+
+    def measure(self, shape: Shape, tokens: int, runs: list[str], *, compiled: bool) -> None:
+        if time.perf_counter() - self.started > self.args.seconds:
+            print(f"Time is up before {shape.name} at {tokens} tokens.")
+            return
         steps = {}
-        for run, (layer, state) in layers.items():
-            step = Step(layer, state, tokens, shape, args.routing)
+        for run in runs:
             try:
-                for _ in range(3):
-                    step()
-                    step.after()
+                steps[run] = self._warm(run, shape, tokens, compiled=compiled)
             except Exception as error:
                 print(f"{run} failed at {tokens} tokens of {shape.name}: {str(error)[:400]}")
-                continue
-            steps[run] = step
-        for run, (time_, of_it, peak) in time_together(steps, args.repeats).items():
-            key = {"shape": shape.name, "tokens": tokens, "compiled": compiled, "routing": args.routing}
-            rows.append({**key, "run": run, "seconds": time_, "step_seconds": of_it, "gib": peak})
-        for run in args.profile if compiled and tokens == args.tokens[0] and not args.smoke else ():
-            print_kernels(run, steps[run], shape, tokens, args.kernels)
-    return rows
+        key = {"shape": shape.name, "tokens": tokens, "compiled": compiled, "routing": self.args.routing}
+        new = [
+            {**key, "run": run, "seconds": time_, "step_seconds": of_it, "gib": peak}
+            for run, (time_, of_it, peak) in time_together(steps, self.args.repeats).items()
+        ]
+        self.rows += new
+        print_times(new)
+        print_agreement(steps)
+        profiled = compiled and tokens == self.args.tokens[0] and DEVICE.type == "cuda"
+        for run in self.args.profile if profiled else ():
+            if run in steps:
+                print_kernels(run, steps[run], shape, tokens, self.args.kernels)
+
+    def _warm(self, run: str, shape: Shape, tokens: int, *, compiled: bool) -> Step:
+        key = (run, shape.name, compiled)
+        if key not in self.layers:
+            layer, state = make_layer(run, shape)
+            if compiled:
+                layer.compile(backend="aot_eager" if self.args.smoke else "inductor")
+            self.layers[key] = (layer, state)
+        step = Step(*self.layers[key], tokens, shape, self.args.routing)
+        for _ in range(3):
+            step()
+            step.after()
+        return step
+
+
+def print_agreement(steps: dict[str, Step]) -> None:
+    """The least SQNR of outputs and gradients (of one expert) against the first implementation, bf16."""
+    found: dict[str, list[Tensor]] = {}
+    for run, step in steps.items():
+        y = step()
+        one = [cast(Tensor, p.grad)[-1] for p in step.layer.parameters()]
+        found[run] = [y.detach(), cast(Tensor, step.x.grad), cast(Tensor, step.weights.grad), *one]
+    reference, *others = found
+    for run in others:
+        least = min(sqnr(a, b.double()) for a, b in zip(found[run], found[reference]))
+        print(f"least SQNR of {run} against {reference}: {least:.1f} dB")
+
+
+def print_gemms(shape: Shape, tokens: int) -> None:
+    """The three products of the first projection alone, with bf16 and with 8-bit operands, in TFLOP/s."""
+    rows = tokens * shape.top_k // (16 * shape.experts) * 16 * shape.experts
+    offsets = torch.arange(1, shape.experts + 1, device=DEVICE, dtype=torch.int32) * (rows // shape.experts)
+    n, k = 2 * shape.width, shape.hidden
+    scale = torch.ones((), device=DEVICE)
+    lines = []
+    for dtype in (torch.bfloat16, E4M3):
+        x, dy = (torch.randn(rows, size, device=DEVICE, dtype=torch.bfloat16).to(dtype) for size in (k, n))
+        w = torch.randn(shape.experts, n, k, device=DEVICE, dtype=torch.bfloat16).to(dtype)
+        for fast in (True, False) if dtype == E4M3 else (False,):
+            rates = []
+            backward = ((dy, w), (dy.t(), x))
+            if dtype == E4M3:  # with the copies that the kernel wants made before
+                backward = ((dy, row_major(w.mT).mT), (row_major(dy.t()), row_major(x.t()).t()))
+            for a, b in ((x, w.mT), *backward):
+                if dtype == E4M3:
+                    pair = (Scaled(a, scale), Scaled(b, scale))
+                    call = partial(grouped_gemm, *pair, offsets, torch.bfloat16, fast=fast, emulate=False)
+                else:
+                    call = partial(torch._grouped_mm, a, b, offs=offsets)
+                call()
+                best = statistics.median(seconds(call) for _ in range(7))
+                rates.append(f"{2e-12 * rows * n * k / best:.0f}")
+            name = "bf16" if dtype != E4M3 else f"FP8, {'fast' if fast else 'full'} accumulation"
+            lines.append((f"{shape.name}, {tokens} tokens, {name}", *rates))
+    print()
+    print_rows(("GEMM alone, TFLOP/s", "output", "grad_input", "grad_weight"), lines)
 
 
 def print_kernels(run: str, step: Step, shape: Shape, tokens: int, most: int) -> None:
@@ -317,29 +388,30 @@ def print_times(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     (args,) = HfArgumentParser((Arguments,)).parse_args_into_dataclasses()
-    facts = environment()
-    print(", ".join(f"{name} {value}" for name, value in facts.items()) + "\n")
-    checks = {}
-    if args.check:
-        for run in args.runs:
-            try:
-                checks[run] = check(run)
-            except Exception as error:
-                print(f"{run} failed in the check: {str(error)[:400]}")
-        names = list(next(iter(checks.values())))
-        print_rows(
-            ("SQNR in dB", *names), [(run, *(f"{c[n]:.1f}" for n in names)) for run, c in checks.items()]
-        )
-    shapes = SMOKE_SHAPES if args.smoke else [s for s in SHAPES if s.name in args.shapes]
-    rows = []
-    for shape in shapes:
-        for compiled in (True, False):
-            rows += measure(shape, args, compiled=compiled)
-    print_times(rows)
+    record: dict[str, Any] = {"environment": environment(), "settings": asdict(args), "sqnr": {}}
+    print(", ".join(f"{name} {value}" for name, value in record["environment"].items()) + "\n")
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    record = {"environment": facts, "settings": asdict(args), "sqnr": checks, "measured": rows}
-    output.write_text(json.dumps(record) + "\n")
+    for run in args.check:
+        try:
+            record["sqnr"][run] = check(run)
+        except Exception as error:
+            print(f"{run} failed in the check: {str(error)[:400]}")
+    for run, found in record["sqnr"].items():
+        print(f"SQNR in dB, {run}: {', '.join(f'{name} {value:.1f}' for name, value in found.items())}")
+    shapes = SMOKE_SHAPES if args.smoke else [s for s in SHAPES if s.name in args.shapes]
+    benchmark = Benchmark(args)
+    cases = [(shape, tokens, args.runs, True) for tokens in args.tokens for shape in shapes]
+    cases += [(shape, args.tokens[0], args.eager, False) for shape in shapes if args.eager]
+    cases += [(shape, args.tokens[0], [BF16, *args.later], True) for shape in shapes if args.later]
+    for shape, tokens, runs, compiled in cases:
+        benchmark.measure(shape, tokens, runs, compiled=compiled)
+        output.write_text(json.dumps(record | {"measured": benchmark.rows}) + "\n")
+        if fp8_gpu() and args.gemms and (tokens, runs) == (args.tokens[0], args.runs):
+            try:
+                print_gemms(shape, tokens)
+            except RuntimeError as error:
+                print(f"the GEMMs alone failed: {str(error)[:400]}")
     print(f"\nwritten: {output}")
 
 

@@ -209,10 +209,12 @@ def grouped_gemm(
         return grouped_mm_emulated(_dequantize(a), _dequantize(b), offsets).to(out_dtype)
     by_rows = b.data.ndim == 3
     columns = b.data.shape[-1]
+    # The kernel reads a number for each row and column, also where they are equal: `expand` alone is not enough.
     a_scale = a.scale.reciprocal().expand(a.data.shape[0], 1).reshape(-1)
     b_scale = b.scale.reciprocal()
     if by_rows:
-        b_scale = b_scale.expand(experts, 1, columns).reshape(experts, columns)
+        a_scale = a_scale.contiguous()
+        b_scale = b_scale.expand(experts, 1, columns).reshape(experts, columns).contiguous()
     else:  # here each group has scales of its own
         a_scale, b_scale = a_scale.repeat(experts), b_scale.expand(1, columns).reshape(-1).repeat(experts)
     product = torch._scaled_grouped_mm(
@@ -233,7 +235,7 @@ def _dequantize(value: Scaled) -> Tensor:
 
 def _grouped_hp(a_PM: Tensor, b_PN: Tensor, offsets: Tensor) -> Tensor:
     """(P, M), (P, N) -> (E, M, N) in high precision."""
-    if a_PM.device.type == "cuda":
+    if a_PM.device.type != "cpu":
         low = torch.bfloat16
         return torch._grouped_mm(a_PM.to(low).t(), b_PN.to(low), offs=offsets).to(b_PN.dtype)
     return grouped_mm_emulated(a_PM.t().float(), b_PN.float(), offsets).to(b_PN.dtype)

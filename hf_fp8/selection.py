@@ -267,13 +267,16 @@ def _grad_weight_hp(config: FP8Config, gemms: int) -> bool:
     return config.recipe == "rowwise_with_gw_hp" and gemms == 3
 
 
+_TOP_K = ("num_experts_per_tok", "moe_topk", "top_k_experts")  # the last two: Aria, Gemma 4
+
+
 def _experts_per_token(model: nn.Module, experts: int) -> int:
     """How many of `experts` work on a token: the router's top-k, from the model's configuration."""
     for module in model.modules():
         config = vars(module).get("config")
         if config is not None:
             text = config.get_text_config() if hasattr(config, "get_text_config") else config
-            return int(getattr(text, "num_experts_per_tok", None) or experts)
+            return next((int(k) for name in _TOP_K if (k := getattr(text, name, None))), experts)
     return experts
 
 

@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -169,6 +170,23 @@ def test_output_and_gradients_agree_with_float64(layout: str, recipe: str) -> No
         if state is not None and state.calibrating and len(index):
             state.end_calibration()  # later routings run with stored scales
             state._set_scales(torch.stack(state._buffers_of("amax")).view(2, -1) * 2, state.scales())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_kernel_accepts_the_layouts_and_scales_it_is_given(layout: str, recipe: str) -> None:
+    """As far as its checks for tensors without data go: row and column major, alignment, a scale for each row."""
+    layer = plain_experts(layout).to(torch.bfloat16)
+    state = fp8_experts(layer, recipe, emulate=False)
+    if state is not None:
+        state._set_calibrating(False)
+    index, dy = choice(ROUTINGS["uneven"]), torch.ones(43, HIDDEN, dtype=torch.bfloat16)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.randn(43, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+        weights = torch.rand(43, 2, requires_grad=True)
+        y = layer(x, index, weights)
+        gradients = torch.autograd.grad(y, [x, weights, *layer.parameters()], dy)
+    assert [g.shape for g in gradients] == [t.shape for t in (x, weights, *layer.parameters())]
 
 
 def test_autocast_and_bf16_keep_the_dtypes_of_the_interface() -> None:
