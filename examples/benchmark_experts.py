@@ -402,8 +402,8 @@ def main() -> None:
     shapes = SMOKE_SHAPES if args.smoke else [s for s in SHAPES if s.name in args.shapes]
     benchmark = Benchmark(args)
     cases = [(shape, tokens, args.runs, True) for tokens in args.tokens for shape in shapes]
-    cases += [(shape, args.tokens[0], args.eager, False) for shape in shapes if args.eager]
     cases += [(shape, args.tokens[0], [BF16, *args.later], True) for shape in shapes if args.later]
+    cases += [(shape, args.tokens[0], args.eager, False) for shape in shapes if args.eager]
     for shape, tokens, runs, compiled in cases:
         benchmark.measure(shape, tokens, runs, compiled=compiled)
         output.write_text(json.dumps(record | {"measured": benchmark.rows}) + "\n")
