@@ -43,7 +43,7 @@ class ExpertWeight(FP8Module):
 
     @property
     def weight(self) -> Any:
-        return self.owner[0]._parameters[self.parameter_name]
+        return getattr(self.owner[0], self.parameter_name)  # FSDP1 puts a view there, which is no Parameter
 
 
 class FP8Experts(Converted):
@@ -64,7 +64,7 @@ class FP8Experts(Converted):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         module = cast(Any, self)
         x_TH = in_compute_dtype(hidden_states)
-        routing = route(top_k_index, self.fp8_up.weight.shape[0])
+        routing = route(top_k_index, module.down_proj.shape[0])
         weight_P = _by_row(top_k_weights, routing)
         up = self._grouped(self.fp8_up, x_TH, routing, from_tokens=True)
         if module.has_bias:

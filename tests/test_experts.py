@@ -45,6 +45,7 @@ from hf_fp8.selection import convert, judge, select
 
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"]
 EXPERTS, HIDDEN, WIDTH = 6, 64, 96
+FSDP1 = {"FSDP_VERSION": "1", "FSDP_USE_ORIG_PARAMS": "true", "FSDP_SHARDING_STRATEGY": "FULL_SHARD"}
 SIZES = {**models.SIZES, "num_key_value_heads": 2, "vocab_size": models.VOCABULARY, "initializer_range": 0.1}
 
 
@@ -454,6 +455,19 @@ def test_sharded_experts_gather_as_fp8_resume_bit_for_bit_and_are_saved_plainly(
     for name, weight in results[0]["fp8"]["weights"].items():
         assert torch.equal(state[name], weight.to(torch.bfloat16)), name
     assert type(opened.model.layers[0].mlp.experts) is MixtralExperts
+
+
+def train_unsharded(folder: str) -> dict[str, Any]:
+    return train(folder, {"fp8_recipe": "delayed", "save_strategy": "no", "max_steps": 2})
+
+
+def test_ddp_and_fsdp1_train_experts_alike(ranks: Ranks, tmp_path: Path) -> None:
+    ddp = ranks(train_unsharded, str(tmp_path / "ddp"))
+    flat = ranks(train_unsharded, str(tmp_path / "fsdp1"), fsdp=True, env=FSDP1)
+    for each in (*ddp, *flat):
+        assert each["experts"] == 2 and not each["sharded"]
+        assert each["losses"][0] == pytest.approx(ddp[0]["losses"][0], rel=1e-3)
+        assert each["gradients"] == pytest.approx(ddp[0]["gradients"], rel=3e-2)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
