@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torchao.float8.float8_linear import Float8Linear
 from transformers.pytorch_utils import Conv1D
 
+from hf_fp8 import cost
 from hf_fp8.config import FP8Config
 from hf_fp8.cost import ASSUMED_TOKENS, experts_seconds, is_slower
 from hf_fp8.experts import convert_experts, expert_weights, why_not_convertible, why_not_on_this_device
@@ -108,6 +109,8 @@ def _experts_reason_not(
     if isinstance(model.get_submodule(parent.rpartition(".")[0]), BaseTunerLayer):
         return "adapters change the expert weights"
     reason = why_not_convertible(module) or ("" if config.emulate else why_not_on_this_device())
+    if not (reason or config.emulate or cost.EXPERTS_PROVEN):
+        return "experts stay in bf16 (fp8_experts=auto)"
     if reason or config.experts == "on" or config.convert_small or config.emulate:
         return reason
     bf16, fp8 = _experts_seconds(module, config.recipe, work)
@@ -179,7 +182,7 @@ def _check(model: nn.Module, rows: list[Row], config: FP8Config, roles: dict[str
         why = "its head is tied to the input embedding" if TIED in roles.values() else "it has no output head"
         raise ValueError(f"fp8_head=on, but {why}. Use fp8_head=auto.")
     if config.experts == "on":
-        _check_experts([row for row in rows if row.expert])
+        _check_experts([row for row in rows if row.expert], config)
     if not any(row.converted for row in rows):
         reasons = Counter(row.reason for row in rows).most_common()
         found = "; ".join(f"{count} x {reason}" for reason, count in reasons) or "no linear layer at all"
@@ -189,10 +192,15 @@ def _check(model: nn.Module, rows: list[Row], config: FP8Config, roles: dict[str
         )
 
 
-def _check_experts(rows: list[Row]) -> None:
+def _check_experts(rows: list[Row], config: FP8Config) -> None:
     if not rows:
         raise ValueError("fp8_experts=on, but this model has no expert weights. Use fp8_experts=auto.")
     if not any(row.converted for row in rows):
+        if not (config.emulate or cost.EXPERTS_PROVEN):
+            raise ValueError(
+                "fp8_experts=on: on a GPU, experts in FP8 are not yet shown to be right at full size. "
+                "Use fp8_experts=auto, which leaves them in bf16, or fp8_emulate to try them."
+            )
         reasons = ", ".join(dict.fromkeys(row.reason for row in rows))
         raise ValueError(
             f"fp8_experts=on, but no expert weights of this model can run in FP8: {reasons}. Use fp8_experts=auto."

@@ -32,8 +32,10 @@ if _HAS_KERNEL:
     @triton.jit
     def _transpose_kernel(source, target, rows, columns, BLOCK: tl.constexpr):
         tiles_across = tl.cdiv(columns, BLOCK)
+        tiles = tl.cdiv(rows, BLOCK) * tiles_across
         tile = tl.program_id(0).to(tl.int64)
-        matrix = tl.program_id(1).to(tl.int64) * rows * columns
+        matrix = (tile // tiles) * rows * columns
+        tile = tile % tiles
         row = (tile // tiles_across) * BLOCK + tl.arange(0, BLOCK)
         column = (tile % tiles_across) * BLOCK + tl.arange(0, BLOCK)
         source = source.to(tl.pointer_type(tl.uint8), bitcast=True) + matrix
@@ -49,8 +51,9 @@ if _HAS_KERNEL:
         copy = torch.empty(*batch, columns, rows, dtype=data.dtype, device=data.device)
         block = 128
         tiles = triton.cdiv(rows, block) * triton.cdiv(columns, block)
-        grid = (tiles, math.prod(batch))
-        wrap_triton(_transpose_kernel)[grid](data, copy, rows, columns, BLOCK=block, num_warps=8)
+        wrap_triton(_transpose_kernel)[(tiles * math.prod(batch),)](
+            data, copy, rows, columns, BLOCK=block, num_warps=8
+        )
         return copy
 
 else:

@@ -337,7 +337,18 @@ def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return messages
 
 
-def test_auto_takes_the_faster_one_and_on_warns_with_the_numbers(warned: list[str]) -> None:
+def test_experts_stay_in_bf16_on_a_gpu_until_they_are_proven() -> None:
+    model = mixtral(hidden_size=512, intermediate_size=2048)
+    rows = judge(model, FP8Config(), 65536)
+    assert {row.reason for row in rows if row.expert} == {"experts stay in bf16 (fp8_experts=auto)"}
+    with pytest.raises(ValueError, match=r"fp8_experts=on: on a GPU.*Use fp8_experts=auto"):
+        rows_of(model, 65536, experts="on", convert_small=True)
+
+
+def test_auto_takes_the_faster_one_and_on_warns_with_the_numbers(
+    warned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_fp8.cost.EXPERTS_PROVEN", True)
     shapes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 1, "vocab_size": 128}
     wide = meta(MixtralConfig(**shapes), MixtralForCausalLM)
     assert {row.reason for row in judge(wide, FP8Config(), 16384) if row.expert} == {""}
