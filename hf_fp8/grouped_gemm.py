@@ -190,7 +190,7 @@ def _with_padding(value_TK: Tensor) -> Tensor:
 
 def _to_rows(value: Scaled, tokens: Tensor) -> Scaled:
     """8-bit rows in token order (T + 1, K), copied to the buffer's order (P, K)."""
-    data = value.data.view(torch.int64)[tokens].view(value.data.dtype)  # 8 elements at once
+    data = value.data.view(torch.uint8)[tokens].view(value.data.dtype)
     by_row = value.scale.ndim > 0 and value.scale.shape[1] == 1
     return Scaled(data, value.scale[tokens] if by_row else value.scale)
 
