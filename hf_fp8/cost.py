@@ -41,8 +41,8 @@ FP8 = {
 # against float64, compiled and large it was not. Until one has, experts run in FP8 emulated only.
 EXPERTS_PROVEN = False
 
-# Of the weights of a layer of experts, by examples/benchmark_experts.py on an H200. The casts of bf16 are copies of
-# rows to the experts' order and back, which FP8 does, too.
+# Of the weights of a layer of experts: guesses, to be replaced by a fit to examples/benchmark_experts.py.
+# They decide nothing before EXPERTS_PROVEN. The casts of bf16 are copies of rows to the experts' order and back.
 EXPERTS_BF16 = Cost(600e12, 4.0, 100e-6)
 EXPERTS_FP8 = {
     "tensorwise": Cost(1100e12, 12.0, 200e-6),
