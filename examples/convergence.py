@@ -2,6 +2,7 @@
 
     python examples/convergence.py                                  # 200M parameters, 2,000 steps, one GPU
     python examples/convergence.py --resume --runs delayed:margin=1 delayed:history=1024
+    python examples/convergence.py --moe --output_dir outputs/convergence_moe       # a mixture of experts
     python examples/convergence.py --smoke                          # tiny, emulated, on a CPU
 
 A byte-level Llama learns the Python standard library's source. `bf16` is the stock Trainer, every other run
@@ -39,7 +40,7 @@ from transformers import (
 
 from hf_fp8 import FP8Trainer, FP8TrainingArguments
 from runs import Run, clean_start, environment, fp8_gpu, parse_runs, peak_gib, print_rows
-from text_data import byte_llama, stdlib_tensors
+from text_data import byte_llama, byte_mixtral, stdlib_tensors
 
 TOLERANCE = 0.005
 
@@ -54,6 +55,9 @@ class Arguments:
     )
     hidden_size: int = field(default=1024, metadata={"help": "Width of the model."})
     intermediate_size: int = field(default=4096, metadata={"help": "Width of its MLP."})
+    moe: bool = field(
+        default=False, metadata={"help": "Eight experts of a quarter of that width, two a token."}
+    )
     layers: int = field(default=12, metadata={"help": "Blocks."})
     heads: int = field(default=16, metadata={"help": "Attention heads."})
     steps: int = field(default=2000, metadata={"help": "Optimizer steps of a run."})
@@ -163,7 +167,8 @@ def make_trainer(run: Run, args: Arguments, train: Dataset, held_out: Dataset) -
         values |= {"fp8_recipe": run.kind, "fp8_convert_small": True, "fp8_emulate": not fp8_gpu()}
     training_args = arguments_class(**values | run.options)
     set_seed(training_args.seed)
-    model = byte_llama(args.hidden_size, args.intermediate_size, args.layers, args.heads, args.seq)
+    build = byte_mixtral if args.moe else byte_llama
+    model = build(args.hidden_size, args.intermediate_size, args.layers, args.heads, args.seq)
     trainer = trainer_class(model=model, args=training_args, train_dataset=train, eval_dataset=held_out)
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -222,15 +227,15 @@ def smoothed(losses: list[float], window: int) -> torch.Tensor:
     return torch.tensor(losses, dtype=torch.float64).unfold(0, window, 1).mean(-1)
 
 
-def draw(runs: dict[str, dict[str, Any]], steps: int, path: Path) -> None:
+def draw(runs: dict[str, dict[str, Any]], args: Arguments, path: Path) -> None:
     """Loss curves above, their difference to the bf16 mean below, both smoothed."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    window = max(1, steps // 40)
-    x = range(window, steps + 1)
+    window = max(1, args.steps // 40)
+    x = range(window, args.steps + 1)
     curves = {name: smoothed(run["losses"], window) for name, run in runs.items()}
     bf16 = [curves[name] for name, run in runs.items() if run["kind"] == "bf16"]
     figure, (top, bottom) = plt.subplots(
@@ -253,7 +258,9 @@ def draw(runs: dict[str, dict[str, Any]], steps: int, path: Path) -> None:
     bottom.set_ylim(-3, 3)
     bottom.set_xlabel(f"optimizer step (mean of {window})")
     parameters = next(iter(runs.values()))["parameters"]
-    figure.suptitle(f"Byte-level Llama, {parameters / 1e6:.3g}M parameters, FP8 recipes against bf16")
+    figure.suptitle(
+        f"Byte-level {'Mixtral' if args.moe else 'Llama'}, {parameters / 1e6:.3g}M parameters, FP8 recipes against bf16"
+    )
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -289,7 +296,7 @@ def main() -> None:
         output.write_text(json.dumps(record) + "\n")
     compare(runs)
     output.write_text(json.dumps(record) + "\n")
-    draw(runs, args.steps, output.with_suffix(".png"))
+    draw(runs, args, output.with_suffix(".png"))
     print_table(runs)
     print(f"\n{len(train_bytes) / 1e6:.1f} MB of text; written: {output}, {output.with_suffix('.png')}")
 

@@ -20,7 +20,14 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -193,6 +200,29 @@ def byte_llama(
             num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=heads,
+            max_position_embeddings=positions,
+            bos_token_id=None,
+            eos_token_id=None,
+            use_cache=False,
+        )
+    )
+
+
+def byte_mixtral(
+    hidden_size: int, intermediate_size: int, layers: int, heads: int, positions: int
+) -> MixtralForCausalLM:
+    """The same with eight experts a layer, two of which work on a token, each a quarter as wide."""
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=BYTE_VOCABULARY,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size // 4,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            output_router_logits=True,  # with the loss that keeps experts evenly used
             max_position_embeddings=positions,
             bos_token_id=None,
             eos_token_id=None,

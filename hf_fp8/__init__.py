@@ -10,7 +10,7 @@ from hf_fp8.grad_unroll import unroll_gradients
 from hf_fp8.layout import quantize_weights, rollout_layout
 from hf_fp8.linear import revert
 from hf_fp8.plugin import FP8Plugin
-from hf_fp8.selection import ConversionReport
+from hf_fp8.report import ConversionReport
 from hf_fp8.streaming import iter_full_weights
 from hf_fp8.trainer import FP8Trainer, FP8TrainerMixin
 

@@ -24,7 +24,7 @@ from transformers import FineGrainedFP8Config, PreTrainedModel
 
 from hf_fp8.checkpoint import from_rank_0, on_rank_0
 from hf_fp8.layout import Layout, fp8_layout, quantize_weights
-from hf_fp8.selection import Row, table
+from hf_fp8.report import Row, table
 from hf_fp8.sources import INDEX, WEIGHTS, FolderSource, ModelSource, Source, is_main
 
 # Rounding to e4m3 is off by at most 1/16 of a weight, or by 2**-10 of the scale of its block where it is tiny.

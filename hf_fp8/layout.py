@@ -35,8 +35,9 @@ from hf_fp8.adapters import base_of
 from hf_fp8.checkpoint import plain_class, unwrap
 from hf_fp8.config import FP8Config
 from hf_fp8.linear import E4M3
+from hf_fp8.report import Row
 from hf_fp8.scaling import SMALLEST_AMAX
-from hf_fp8.selection import Row, check_patterns, judge, matches
+from hf_fp8.selection import check_patterns, judge, matches
 from hf_fp8.streaming import weight_groups
 
 BLOCK = 128

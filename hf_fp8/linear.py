@@ -73,20 +73,21 @@ class GemmRecipe(NamedTuple):
 class Scaled(NamedTuple):
     """8-bit data with the scale that brought it into range: `data = round(value * scale)`.
 
-    `scale` is fp32: 0-dim, or (rows, 1) / (1, columns) when there is one per row or column.
+    `scale` is fp32: 0-dim, or (rows, 1) / (1, columns) when there is one per row or column. A stack of matrices has
+    one scale, or such a scale each.
     """
 
     data: Tensor
     scale: Tensor
 
     def t(self) -> Scaled:
-        return Scaled(self.data.t(), self.scale.t() if self.scale.ndim else self.scale)
+        return Scaled(self.data.mT, self.scale.mT if self.scale.ndim else self.scale)
 
 
 def quantize(
     value: Tensor, dtype: torch.dtype, *, dim: int | None = None, columns: bool = False, dither: bool = False
 ) -> Scaled:
-    """Cast a 2-D tensor to `dtype` with the scale of its own largest magnitude.
+    """Cast a 2-D tensor, or a stack of them, to `dtype` with the scale of its own largest magnitude.
 
     `dim`: the contracted axis, for one scale per row of the other axis (rounded down to a power of two, as
     torchao's rowwise recipe does); None for one scale.
@@ -187,7 +188,7 @@ class _FP8DelayedMatmul(torch.autograd.Function):
     ) -> Tensor:
         ctx.recipe, ctx.calibrating, ctx.cast_weight = recipe, calibrating, w_fp8 is None
         ctx.dy_amax = dy_amax  # written in backward, so not a saved tensor, whose version would be checked
-        x = _delayed_cast(x_MK, E4M3, x_scale, x_amax, record=record, calibrating=calibrating)
+        x = delayed_cast(x_MK, E4M3, x_scale, x_amax, record=record, calibrating=calibrating)
         w = Scaled(cast_saturating(w_NK, w_scale, E4M3) if w_fp8 is None else w_fp8, w_scale)
         ctx.dy_scale = dy_scale  # likewise: the first backward of a run sets it
         ctx.save_for_backward(*x, w_NK if w_fp8 is None else w_fp8, w_scale)
@@ -198,7 +199,7 @@ class _FP8DelayedMatmul(torch.autograd.Function):
         x_data, x_scale, w_data, w_scale = ctx.saved_tensors
         emulate = ctx.recipe.emulate
         dx_MK = dw_NK = None
-        dy = _delayed_cast(
+        dy = delayed_cast(
             dy_MN,
             E5M2,
             ctx.dy_scale,
@@ -216,7 +217,7 @@ class _FP8DelayedMatmul(torch.autograd.Function):
         return dx_MK, dw_NK, *(None,) * 9
 
 
-def _delayed_cast(
+def delayed_cast(
     value: Tensor,
     dtype: torch.dtype,
     scale: Tensor,
@@ -297,13 +298,12 @@ FP8_BUFFERS = (
 
 
 class FP8Module(nn.Module):
-    """What `FP8Linear` and `FP8Conv1D` share: compute dtype, padding, bias, FP8 state."""
+    """One weight whose GEMMs run in FP8, and its FP8 state."""
 
     weight: Any  # nn.Parameter, or DTensor under FSDP2
     gemm_recipe: GemmRecipe
     fp8_delayed: bool
     fp8_calibrating: bool
-    bias: Any
     fp8_weight: Tensor | None
     fp8_weight_scale: Any  # Tensor, or None where each forward takes its own
     fp8_input_scale: Tensor
@@ -311,10 +311,60 @@ class FP8Module(nn.Module):
     fp8_grad_scale: Tensor
     fp8_grad_amax: Tensor
 
+    def init_fp8(self, recipe: GemmRecipe, *, delayed: bool) -> None:
+        self.gemm_recipe, self.fp8_delayed, self.fp8_calibrating = recipe, delayed, False
+        for name in FP8_BUFFERS:
+            self.register_buffer(name, None, persistent=False)
+
+    def fp8_operand(self, weight: Tensor, copy: Tensor | None) -> tuple[Tensor | None, Any]:
+        """(`weight` in 8 bits: as it was gathered, or else `copy`; its scale). None: cast, or scale, in the forward."""
+        if isinstance(weight, Float8TrainingTensor):  # gathered as FP8
+            return weight._data, weight._scale
+        if not self.fp8_delayed:
+            return None, None
+        scale = self.fp8_weight_scale
+        if scale is None:  # see WeightsInForward
+            scale = amax_to_scale(weight.detach().abs().amax(-1).amax(), E4M3)
+        return copy, scale
+
+    def extra_repr(self) -> str:
+        recipe = self.gemm_recipe
+        scaling = "delayed" if self.fp8_delayed else "rowwise" if recipe.rowwise else "tensorwise"
+        own = f"fp8={scaling}{', emulated' if recipe.emulate else ''}"
+        return ", ".join(filter(None, (super().extra_repr(), own)))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> FP8Module:
+        """`.to(device)` moves the FP8 state too, `.to(dtype)` must not touch it: fp32 scales, FP8 bytes."""
+        own = {name: buffer for name in FP8_BUFFERS if (buffer := self._buffers.get(name)) is not None}
+        self._buffers.update(dict.fromkeys(own))
+        super()._apply(fn, recurse)
+        for name, buffer in own.items():
+            device = fn(torch.empty(0, dtype=torch.uint8, device=buffer.device)).device
+            self._buffers[name] = buffer.to(device)
+        return self
+
+
+class Converted(nn.Module):
+    """A module whose class was swapped for one that computes in FP8."""
+
+    def unconvert(self) -> None:
+        """Become the plain module again."""
+        raise NotImplementedError
+
+
+class _FP8Layer(FP8Module, Converted):
+    """What `FP8Linear` and `FP8Conv1D` share: compute dtype, padding, bias."""
+
+    bias: Any
+
+    def unconvert(self) -> None:
+        for name in (*FP8_BUFFERS, "gemm_recipe", "fp8_delayed", "fp8_calibrating"):
+            delattr(self, name)
+        module = cast(nn.Module, self)
+        module.__class__ = nn.Linear if isinstance(self, nn.Linear) else Conv1D
+
     def fp8_forward(self, input: Tensor, w_NK: Tensor, w_fp8: Tensor | None) -> Tensor:
-        device_type = input.device.type
-        if torch.is_autocast_enabled(device_type):
-            input = input.to(torch.get_autocast_dtype(device_type))
+        input = in_compute_dtype(input)
         x_MK = pad_rows(input.reshape(-1, input.shape[-1]))
         if self.fp8_delayed:
             y_MN = self._delayed(x_MK, w_NK, w_fp8)
@@ -324,11 +374,7 @@ class FP8Module(nn.Module):
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
     def _delayed(self, x_MK: Tensor, w_NK: Tensor, w_fp8: Tensor | None) -> Tensor:
-        w_scale = self.fp8_weight_scale
-        if isinstance(w_NK, Float8TrainingTensor):  # gathered as FP8
-            w_fp8, w_scale = w_NK._data, w_NK._scale
-        elif w_scale is None:  # see WeightsInForward
-            w_scale = amax_to_scale(w_NK.detach().abs().amax(-1).amax(), E4M3)
+        w_fp8, w_scale = self.fp8_operand(w_NK, w_fp8)
         y_MN = _FP8DelayedMatmul.apply(
             x_MK,
             w_NK,
@@ -344,23 +390,8 @@ class FP8Module(nn.Module):
         )
         return cast(Tensor, y_MN)
 
-    def extra_repr(self) -> str:
-        recipe = self.gemm_recipe
-        scaling = "delayed" if self.fp8_delayed else "rowwise" if recipe.rowwise else "tensorwise"
-        return f"{super().extra_repr()}, fp8={scaling}{', emulated' if recipe.emulate else ''}"
 
-    def _apply(self, fn: Any, recurse: bool = True) -> FP8Module:
-        """`.to(device)` moves the FP8 state too, `.to(dtype)` must not touch it: fp32 scales, FP8 bytes."""
-        own = {name: buffer for name in FP8_BUFFERS if (buffer := self._buffers.get(name)) is not None}
-        self._buffers.update(dict.fromkeys(own))
-        super()._apply(fn, recurse)
-        for name, buffer in own.items():
-            device = fn(torch.empty(0, dtype=torch.uint8, device=buffer.device)).device
-            self._buffers[name] = buffer.to(device)
-        return self
-
-
-class FP8Linear(FP8Module, nn.Linear):
+class FP8Linear(_FP8Layer, nn.Linear):
     """An `nn.Linear` whose GEMMs run in FP8. Made by `convert_linear`, never constructed.
 
     Shapes: input (..., in_features), output (..., out_features), any number of rows, 0 included. Output dtype:
@@ -372,12 +403,20 @@ class FP8Linear(FP8Module, nn.Linear):
         return self.fp8_forward(input, self.weight, self.fp8_weight)
 
 
-class FP8Conv1D(FP8Module, Conv1D):
+class FP8Conv1D(_FP8Layer, Conv1D):
     """The same for transformers' `Conv1D` (GPT-2), whose weight is stored (in, out)."""
 
     def forward(self, x: Tensor) -> Tensor:
         copy = self.fp8_weight
         return self.fp8_forward(x, self.weight.t(), None if copy is None else copy.t())
+
+
+def in_compute_dtype(input: Tensor) -> Tensor:
+    """`input` in the dtype of autocast, where that is on."""
+    device_type = input.device.type
+    if torch.is_autocast_enabled(device_type):
+        return input.to(torch.get_autocast_dtype(device_type))
+    return input
 
 
 def pad_rows(x_MK: Tensor) -> Tensor:
@@ -412,15 +451,11 @@ def convert_linear(module: nn.Module, config: FP8Config, *, head: bool = False) 
         raise TypeError(f"only nn.Linear and Conv1D can be converted, got {type(module).__qualname__}")
     module.__class__ = classes[type(module)]
     converted = cast(FP8Module, module)
-    converted.gemm_recipe = GemmRecipe.of(config, dither=head)
-    converted.fp8_delayed = config.recipe == "delayed"
-    converted.fp8_calibrating = False
-    for name in FP8_BUFFERS:
-        converted.register_buffer(name, None, persistent=False)
+    converted.init_fp8(GemmRecipe.of(config, dither=head), delayed=config.recipe == "delayed")
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Turn every FP8 layer of `model` back into the `nn.Linear` or `Conv1D` it was, in place; returns `model`.
+    """Turn every FP8 layer of `model` back into the linear or experts it was, in place; returns `model`.
 
     Parameters stay the same objects; the FP8 state is dropped.
 
@@ -432,10 +467,9 @@ def revert(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} is sharded, and only a whole model can be reverted. "
             "Save it and load the checkpoint: it holds plain layers."
         )
-    for module in fp8_modules(model).values():
-        for name in (*FP8_BUFFERS, "gemm_recipe", "fp8_delayed", "fp8_calibrating"):
-            delattr(module, name)
-        cast(nn.Module, module).__class__ = nn.Linear if isinstance(module, nn.Linear) else Conv1D
+    for module in list(model.modules()):
+        if isinstance(module, Converted):
+            module.unconvert()
     return model
 
 

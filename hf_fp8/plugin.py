@@ -44,9 +44,10 @@ from hf_fp8.regions import (
     recompute_blocks,
     without_cache,
 )
+from hf_fp8.report import ConversionReport
 from hf_fp8.roles import hf_roots
 from hf_fp8.scaling import ScalingState, WeightScales, WeightsInForward
-from hf_fp8.selection import ConversionReport, convert, select
+from hf_fp8.selection import convert, select
 from hf_fp8.sharding import (
     check_optimizer,
     named_parameter_objects,

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from hf_fp8.config import FP8Config
-from hf_fp8.linear import E4M3, E5M2, FP8Module
+from hf_fp8.linear import E4M3, FP8Module
 from hf_fp8.multi_cast import MultiCast
 
 logger = logging.getLogger(__name__)
@@ -36,9 +36,13 @@ SMALLEST_AMAX = 1e-12  # as torchao's: keeps the scale of an all-zero tensor fin
 REPEATED = 0.5  # a layer that saturates in this share of the steps between two logs gets a warning
 
 
-def scale_of(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
-    """fp32 scale for each amax. Computed in float64: eager and compiled round 1/x differently."""
-    return (torch.finfo(dtype).max / (amax.double().clamp(min=SMALLEST_AMAX) * 2.0**margin)).float()
+def scale_of(amax: Tensor, dtype: torch.dtype | Tensor, margin: int = 0) -> Tensor:
+    """fp32 scale for each amax. Computed in float64: eager and compiled round 1/x differently.
+
+    `dtype`: the 8-bit format, or the largest number of each amax's format.
+    """
+    fp8_max = torch.finfo(dtype).max if isinstance(dtype, torch.dtype) else dtype
+    return (fp8_max / (amax.double().clamp(min=SMALLEST_AMAX) * 2.0**margin)).float()
 
 
 class WeightScales:
@@ -163,8 +167,8 @@ class ScalingState:
     """The delayed recipe's state of one model: amax history and scales of inputs and output gradients.
 
     Shapes: `history` (2, modules, history_len) fp32, newest first; row 0 inputs (e4m3), row 1 output
-    gradients (e5m2). Scales live in the modules, as separate 0-dim buffers (views of one storage would alias
-    inside a compiled graph).
+    gradients (e5m2, of experts e4m3). Scales live in the modules, as separate 0-dim buffers (views of one storage
+    would alias inside a compiled graph).
 
     Starts *calibrating*: the first micro-batch uses the exact scales of its own tensors, as the tensorwise recipe
     does, and records them. `end_calibration` then turns to delayed scales.
@@ -181,7 +185,8 @@ class ScalingState:
         n = len(self.modules)
         self.history = torch.zeros(2, n, config.amax_history_len, device=device)
         self.step = torch.zeros((), dtype=torch.int64, device=device)
-        self.fp8_max = torch.tensor([[torch.finfo(E4M3).max], [torch.finfo(E5M2).max]], device=device)
+        grads = [torch.finfo(module.gemm_recipe.grad_dtype).max for module in self.modules.values()]
+        self.fp8_max = torch.tensor([[torch.finfo(E4M3).max] * n, grads], device=device)
         self.saturated = torch.zeros(2, n, dtype=torch.int32, device=device)  # steps since the last log
         self.excess = torch.zeros(2, n, device=device)  # worst amax * scale / fp8_max since the last log
         # Last step with NaN or Inf, 0 for none.
@@ -246,8 +251,7 @@ class ScalingState:
         return local.view(2, -1), weights
 
     def _set_scales(self, amax: Tensor, scales: Tensor) -> None:
-        margin = self.config.amax_margin
-        fresh = torch.stack([scale_of(amax[0], E4M3, margin), scale_of(amax[1], E5M2, margin)])
+        fresh = scale_of(amax, self.fp8_max, self.config.amax_margin)
         # A layer that has seen nothing but zeros (or nothing at all) keeps its scale.
         fresh = torch.where(amax > 0, fresh, scales)
         torch._foreach_copy_(self._buffers_of("scale"), list(fresh.view(-1).unbind()))

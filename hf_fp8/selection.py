@@ -1,103 +1,35 @@
-"""Which modules run in FP8, which do not, and why: `select` decides, `ConversionReport` tells.
+"""Which modules run in FP8, which do not, and why: `select` decides, `ConversionReport` (`report.py`) tells.
 
 Every module that holds a matrix product gets one row. The decision uses the module's role (`roles.py`),
-its type and shape, the user's patterns, and a cost model of the GPU: FP8 saves time in the GEMMs and spends
-some on casts, so a layer needs enough tokens and enough width to win.
+its type and shape, the user's patterns, and the cost model of the GPU (`cost.py`).
 """
 
 from __future__ import annotations
 
 import logging
-import re
 from collections import Counter
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import NamedTuple
 
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchao.float8.float8_linear import Float8Linear
 from transformers.pytorch_utils import Conv1D
 
+from hf_fp8 import cost
 from hf_fp8.config import FP8Config
+from hf_fp8.cost import ASSUMED_TOKENS, experts_seconds, is_slower
+from hf_fp8.experts import convert_experts, expert_weights, why_not_convertible, why_not_on_this_device
 from hf_fp8.linear import ALIGNMENT, FP8Module, convert_linear
+from hf_fp8.report import ConversionReport, Row
 from hf_fp8.roles import HEAD, TIED, expert_parameters, module_roles, plain_name
 
 logger = logging.getLogger(__name__)
 
-ASSUMED_TOKENS = 8192
 HEAD_RECIPE = (
     "delayed"  # which converts the output head too unless told otherwise, by examples/convergence.py
 )
 LOW_COVERAGE = 0.5  # below this share of the FLOPs a warning says so
-
-
-class Cost(NamedTuple):
-    """GPU time of one linear's forward and backward: FLOPs / rate + cast elements * bytes / bandwidth + overhead."""
-
-    rate: float  # FLOP/s
-    cast_bytes: float  # per element of x, w and dy, at BANDWIDTH
-    overhead: float  # seconds
-
-    def seconds(self, rows: int, columns: int, tokens: int) -> float:
-        elements = tokens * (rows + columns) + rows * columns
-        return (
-            6.0 * tokens * rows * columns / self.rate + self.cast_bytes * elements / BANDWIDTH + self.overhead
-        )
-
-
-# Fitted by examples/benchmark_linear.py on an H200 (torch 2.11), 20 shapes from 1024x1024 at 512 tokens to 8192x8192
-# at 16384: median error 3 to 6 %, and the verdict "FP8 is faster" right for 78 of 80.
-BANDWIDTH = 3.0e12
-BF16 = Cost(767e12, 0.0, 9.3e-6)
-FP8 = {
-    "tensorwise": Cost(1607e12, 8.5, 27.0e-6),
-    "rowwise": Cost(1741e12, 27.8, 37.5e-6),
-    "rowwise_with_gw_hp": Cost(1231e12, 10.5, 23.1e-6),
-    "delayed": Cost(1561e12, 6.4, 24.9e-6),
-}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One GEMM-bearing module or 3-D expert parameter."""
-
-    name: str
-    shape: tuple[int, ...]
-    converted: bool
-    reason: str
-    flops: float
-    """Of its GEMMs in one training step, per token."""
-    fp8_flops: float = 0.0
-    """The part of `flops` that runs in FP8."""
-
-
-@dataclass
-class ConversionReport:
-    """What was converted and what was not. `str()` is an aligned table with repeated blocks folded."""
-
-    rows: list[Row]
-    recipe: str
-    tokens: int | None = None
-    notes: list[str] = field(default_factory=list)
-    """What else was done to the model: masters, compile, sharding, gather."""
-
-    @property
-    def converted(self) -> list[Row]:
-        return [row for row in self.rows if row.converted]
-
-    @property
-    def flop_coverage(self) -> float:
-        """Share of the FLOPs of all matrix products with weights (forward and backward) that runs in FP8, 0 to 1."""
-        total = sum(row.flops for row in self.rows)
-        return sum(row.fp8_flops for row in self.rows) / total if total else 0.0
-
-    def __str__(self) -> str:
-        summary = (
-            f"FP8 ({self.recipe}): {len(self.converted)} of {len(self.rows)} layers, "
-            f"{self.flop_coverage:.1%} of the matrix FLOPs"
-        )
-        return "\n".join([summary, *table(self.rows, "runs in"), *(f"- {note}" for note in self.notes)])
 
 
 def select(model: nn.Module, config: FP8Config, tokens: int | None = None) -> ConversionReport:
@@ -113,6 +45,7 @@ def select(model: nn.Module, config: FP8Config, tokens: int | None = None) -> Co
     _refuse_foreign_models(model)
     rows = judge(model, config, tokens)
     _check(model, rows, config, module_roles(model))
+    _warn_of_slow_experts(model, rows, config, tokens)
     return ConversionReport(rows, config.recipe, tokens)
 
 
@@ -130,37 +63,82 @@ def judge(model: nn.Module, config: FP8Config, tokens: int | None = None) -> lis
             rows.append(
                 Row(name, tuple(_gemm_shape(module, weight)), not reason, reason, flops, flops * share)
             )
-        for parameter_name, parameter in expert_parameters(module):
-            gemms = 3 if parameter.requires_grad else 2
-            active = _experts_per_token(model, parameter.shape[0])
-            flops = 2.0 * parameter[0].numel() * active * gemms
-            rows.append(
-                Row(
-                    f"{name}.{parameter_name}",
-                    tuple(parameter.shape),
-                    False,
-                    "expert weights stay in bf16",
-                    flops,
-                )
-            )
+        rows += _judge_experts(name, module, model, config, roles, tokens)
     return rows
+
+
+def _judge_experts(
+    name: str,
+    module: nn.Module,
+    model: nn.Module,
+    config: FP8Config,
+    roles: dict[str, str],
+    tokens: int | None,
+) -> list[Row]:
+    """A row for each 3-D expert parameter of `module`; they convert together or not at all."""
+    parameters = dict(expert_parameters(module))
+    if not parameters:
+        return []
+    names = [f"{name}.{parameter}" for parameter in parameters]
+    active = _experts_per_token(model, next(iter(parameters.values())).shape[0])
+    reason = _experts_reason_not(names, module, model, config, roles, active * (tokens or ASSUMED_TOKENS))
+    rows = []
+    for row_name, parameter in zip(names, parameters.values(), strict=True):
+        gemms = 3 if parameter.requires_grad else 2
+        flops = 2.0 * parameter[0].numel() * active * gemms
+        share = 0.0 if reason else (gemms - 1 if _grad_weight_hp(config, gemms) else gemms) / gemms
+        rows.append(
+            Row(row_name, tuple(parameter.shape), not reason, reason, flops, flops * share, expert=True)
+        )
+    return rows
+
+
+def _experts_reason_not(
+    names: list[str],
+    module: nn.Module,
+    model: nn.Module,
+    config: FP8Config,
+    roles: dict[str, str],
+    work: int,
+) -> str:
+    """Why an experts module stays in high precision, empty if it converts. `work`: tokens times experts a token."""
+    parent = names[0].rpartition(".")[0]
+    if config.experts == "off":
+        return "fp8_experts=off"
+    if any(matches(pattern, name, model) for pattern in config.skip for name in names):
+        return "fp8_skip"
+    if parent in roles:
+        return roles[parent]
+    if isinstance(model.get_submodule(parent.rpartition(".")[0]), BaseTunerLayer):
+        return "adapters change the expert weights"
+    reason = why_not_convertible(module) or ("" if config.emulate else why_not_on_this_device())
+    if not (reason or config.emulate or cost.EXPERTS_PROVEN):
+        return "experts stay in bf16 (fp8_experts=auto)"
+    if reason or config.experts == "on" or config.convert_small or config.emulate:
+        return reason
+    bf16, fp8 = _experts_seconds(module, config.recipe, work)
+    return "FP8 would be slower (fp8_experts=auto)" if fp8 > bf16 else ""
+
+
+def _experts_seconds(module: nn.Module, recipe: str, work: int) -> tuple[float, float]:
+    """Predicted seconds of a forward and backward, in bf16 and in FP8."""
+    shapes = [tuple(getattr(module, name).shape) for name in expert_weights(module).values()]
+    return experts_seconds(shapes, work, recipe)
 
 
 def convert(model: nn.Module, report: ConversionReport, config: FP8Config) -> None:
     """Convert in place what `report` says. Parameter objects stay the same objects."""
     roles = module_roles(model)
     for row in report.converted:
-        convert_linear(model.get_submodule(row.name), config, head=roles.get(row.name) == HEAD)
+        if not row.expert:
+            convert_linear(model.get_submodule(row.name), config, head=roles.get(row.name) == HEAD)
+    for parent in dict.fromkeys(row.name.rpartition(".")[0] for row in report.converted if row.expert):
+        convert_experts(model.get_submodule(parent), config)
     if report.flop_coverage < LOW_COVERAGE:
         logger.warning(
             "Only %.1f%% of the matrix FLOPs of this model run in FP8; the report names the rest and why.",
             100 * report.flop_coverage,
         )
-
-
-def is_slower(rows: int, columns: int, tokens: int, recipe: str) -> bool:
-    """Whether FP8 loses on a (rows, columns) weight at this many tokens, by the cost model above."""
-    return BF16.seconds(rows, columns, tokens) < FP8[recipe].seconds(rows, columns, tokens)
 
 
 def _reason_not(
@@ -208,11 +186,7 @@ def _check(model: nn.Module, rows: list[Row], config: FP8Config, roles: dict[str
         why = "its head is tied to the input embedding" if TIED in roles.values() else "it has no output head"
         raise ValueError(f"fp8_head=on, but {why}. Use fp8_head=auto.")
     if config.experts == "on":
-        if not any(len(row.shape) == 3 for row in rows):
-            raise ValueError("fp8_experts=on, but this model has no expert weights. Use fp8_experts=auto.")
-        raise ValueError(
-            "fp8_experts=on: expert GEMMs do not run in FP8 in this version. Use fp8_experts=auto."
-        )
+        _check_experts([row for row in rows if row.expert], config)
     if not any(row.converted for row in rows):
         reasons = Counter(row.reason for row in rows).most_common()
         found = "; ".join(f"{count} x {reason}" for reason, count in reasons) or "no linear layer at all"
@@ -220,6 +194,41 @@ def _check(model: nn.Module, rows: list[Row], config: FP8Config, roles: dict[str
             f"FP8 was asked for, but no layer of {type(model).__name__} can be converted: {found}. "
             "Relax fp8_skip, pass --fp8_convert_small true if shapes are the reason, or train with --fp8 false."
         )
+
+
+def _check_experts(rows: list[Row], config: FP8Config) -> None:
+    if not rows:
+        raise ValueError("fp8_experts=on, but this model has no expert weights. Use fp8_experts=auto.")
+    if not any(row.converted for row in rows):
+        if not (config.emulate or cost.EXPERTS_PROVEN):
+            raise ValueError(
+                "fp8_experts=on: on a GPU, experts in FP8 are not yet shown to be right at full size. "
+                "Use fp8_experts=auto, which leaves them in bf16, or fp8_emulate to try them."
+            )
+        reasons = ", ".join(dict.fromkeys(row.reason for row in rows))
+        raise ValueError(
+            f"fp8_experts=on, but no expert weights of this model can run in FP8: {reasons}. Use fp8_experts=auto."
+        )
+
+
+def _warn_of_slow_experts(model: nn.Module, rows: list[Row], config: FP8Config, tokens: int | None) -> None:
+    """With `fp8_experts=on`: name the experts that the cost model says are slower in FP8, with its numbers."""
+    parents = dict.fromkeys(row.name.rpartition(".")[0] for row in rows if row.expert and row.converted)
+    for parent in parents if config.experts == "on" and not config.emulate else ():
+        module = model.get_submodule(parent)
+        shape = next(p.shape for _, p in expert_parameters(module))
+        work = _experts_per_token(model, shape[0]) * (tokens or ASSUMED_TOKENS)
+        bf16, fp8 = _experts_seconds(module, config.recipe, work)
+        if fp8 > bf16:
+            logger.warning(
+                "fp8_experts=on, but experts such as %s are slower in FP8: about %.2f ms forward and backward against "
+                "%.2f ms in bf16, at %d tokens. Use fp8_experts=auto, or larger micro-batches.",
+                parent,
+                fp8 * 1e3,
+                bf16 * 1e3,
+                tokens or ASSUMED_TOKENS,
+            )
+            return
 
 
 def _refuse_foreign_models(model: nn.Module) -> None:
@@ -270,53 +279,19 @@ def _grad_weight_hp(config: FP8Config, gemms: int) -> bool:
     return config.recipe == "rowwise_with_gw_hp" and gemms == 3
 
 
+_TOP_K = ("num_experts_per_tok", "moe_topk", "top_k_experts")  # the last two: Aria, Gemma 4
+
+
 def _experts_per_token(model: nn.Module, experts: int) -> int:
     """How many of `experts` work on a token: the router's top-k, from the model's configuration."""
     for module in model.modules():
         config = vars(module).get("config")
         if config is not None:
             text = config.get_text_config() if hasattr(config, "get_text_config") else config
-            return int(getattr(text, "num_experts_per_tok", None) or experts)
+            return next((int(k) for name in _TOP_K if (k := getattr(text, name, None))), experts)
     return experts
 
 
 def matches(pattern: str, name: str, model: nn.Module) -> bool:
     """Whether a pattern of `fp8_skip` means the layer of this name, in or out of its PEFT wrapper."""
     return fnmatchcase(name, pattern) or fnmatchcase(plain_name(name, model), pattern)
-
-
-def table(rows: list[Row], column: str, high: str = "bf16") -> list[str]:
-    """`rows` as aligned lines with a header, repeated blocks folded. `column` says what FP8 or `high` is true of."""
-    lines = [("module", "shape", "count", column, "reason"), *_fold(rows, high)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
-
-
-def _fold(rows: list[Row], high: str) -> list[tuple[str, str, str, str, str]]:
-    """Rows that differ only in block numbers become one: `model.layers.0-31.mlp.up_proj`."""
-    groups: dict[tuple[str, tuple[int, ...], bool, str], list[list[int]]] = {}
-    for row in rows:
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "{}", row.name)
-        indices = [int(part) for part in row.name.split(".") if part.isdigit()]
-        groups.setdefault((pattern, row.shape, row.converted, row.reason), []).append(indices)
-    return [
-        (
-            pattern.format(*(_ranges(sorted(set(column))) for column in zip(*members, strict=True))),
-            "x".join(map(str, shape)),
-            str(len(members)),
-            "FP8" if converted else high,
-            reason,
-        )
-        for (pattern, shape, converted, reason), members in groups.items()
-    ]
-
-
-def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2,5"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -60,7 +60,7 @@ from hf_fp8.offload import (
 )
 from hf_fp8.plugin import FP8Plugin
 from hf_fp8.reference import ReferenceMixin
-from hf_fp8.selection import ConversionReport
+from hf_fp8.report import ConversionReport
 from hf_fp8.sharding import reshard
 
 

@@ -8,16 +8,18 @@ delayed scaling ran at 0.65x of bf16 that way. Reading the cast matrix again cos
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.utils._triton import has_triton
 
 
 def row_major(data: Tensor) -> Tensor:
-    """`data` (R, C) of an 8-bit dtype with contiguous rows; no copy where they are already."""
+    """`data` (R, C), or a batch of such, of an 8-bit dtype with contiguous rows; no copy where they are already."""
     if data.is_contiguous() or not _HAS_KERNEL or not data.is_cuda:
         return data.contiguous()
-    return transposed(data.t().contiguous())
+    return transposed(data.mT.contiguous())
 
 
 _HAS_KERNEL = torch.cuda.is_available() and has_triton()
@@ -30,27 +32,32 @@ if _HAS_KERNEL:
     @triton.jit
     def _transpose_kernel(source, target, rows, columns, BLOCK: tl.constexpr):
         tiles_across = tl.cdiv(columns, BLOCK)
+        tiles = tl.cdiv(rows, BLOCK) * tiles_across
         tile = tl.program_id(0).to(tl.int64)
+        matrix = (tile // tiles) * rows * columns
+        tile = tile % tiles
         row = (tile // tiles_across) * BLOCK + tl.arange(0, BLOCK)
         column = (tile % tiles_across) * BLOCK + tl.arange(0, BLOCK)
-        source = source.to(tl.pointer_type(tl.uint8), bitcast=True)
-        target = target.to(tl.pointer_type(tl.uint8), bitcast=True)
+        source = source.to(tl.pointer_type(tl.uint8), bitcast=True) + matrix
+        target = target.to(tl.pointer_type(tl.uint8), bitcast=True) + matrix
         inside = (row[:, None] < rows) & (column[None, :] < columns)
         block = tl.load(source + row[:, None] * columns + column[None, :], mask=inside, other=0)
         tl.store(target + column[:, None] * rows + row[None, :], tl.trans(block), mask=tl.trans(inside))
 
     @triton_op("hf_fp8::transposed", mutates_args={})
     def transposed(data: Tensor) -> Tensor:
-        """8-bit (R, C), contiguous -> (C, R), contiguous."""
-        rows, columns = data.shape
-        copy = torch.empty(columns, rows, dtype=data.dtype, device=data.device)
+        """8-bit (..., R, C), contiguous -> (..., C, R), contiguous."""
+        *batch, rows, columns = data.shape
+        copy = torch.empty(*batch, columns, rows, dtype=data.dtype, device=data.device)
         block = 128
         tiles = triton.cdiv(rows, block) * triton.cdiv(columns, block)
-        wrap_triton(_transpose_kernel)[(tiles,)](data, copy, rows, columns, BLOCK=block, num_warps=8)
+        wrap_triton(_transpose_kernel)[(tiles * math.prod(batch),)](
+            data, copy, rows, columns, BLOCK=block, num_warps=8
+        )
         return copy
 
 else:
 
     def transposed(data: Tensor) -> Tensor:
-        """8-bit (R, C), contiguous -> (C, R), contiguous."""
-        return data.t().contiguous()
+        """8-bit (..., R, C), contiguous -> (..., C, R), contiguous."""
+        return data.mT.contiguous()

@@ -83,6 +83,7 @@ def test_accelerate_loop_learns_and_saves(tmp_path: Path) -> None:
     [
         ("benchmark.py", ("--modes", "bf16", "ours:delayed", "loop:delayed"), "benchmark.json"),
         ("benchmark_linear.py", (), "benchmark_linear.json"),
+        ("benchmark_experts.py", ("--runs", "bf16", "delayed"), "benchmark_experts.json"),
     ],
 )
 def test_benchmarks_run_on_a_cpu(
@@ -122,6 +123,14 @@ def test_benchmark_under_accelerate_launch_counts_what_every_mode_sends(
     assert bf16["reduced_bytes"] * 2 == 2 * everything  # gradients in bf16
     assert freed["reduced_bytes"] * 2 == kept["reduced_bytes"] * 2 == 4 * everything  # in fp32
     assert kept["loss_last"] == freed["loss_last"]
+
+
+def test_a_mixture_of_experts_converges_as_in_bf16(tmp_path: Path) -> None:
+    arguments = ("--moe", "--smoke", "--runs", "bf16", "delayed", "--output_dir", str(tmp_path))
+    run("convergence.py", *arguments, folder=tmp_path)
+    runs = json.loads((tmp_path / "convergence.json").read_text())["runs"]
+    assert runs["delayed"]["fp8_flop_share"] > 0.7  # of so small a model; without its experts 0.44
+    assert abs(runs["delayed"]["difference"]) < 0.005
 
 
 def test_convergence_compares_every_recipe_with_bf16(tmp_path: Path) -> None:

@@ -150,8 +150,8 @@ def already_ours() -> nn.Module:
     return model
 
 
-def mixtral() -> nn.Module:
-    sizes = {**SIZES, "num_key_value_heads": 2, "vocab_size": 128}
+def mixtral(**changes: Any) -> nn.Module:
+    sizes = {**SIZES, "num_key_value_heads": 2, "vocab_size": 128, **changes}
     return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4))
 
 
@@ -244,9 +244,11 @@ def test_model_is_refused_by_the_plugin_and_left_as_it_was(
     assert [type(module) for module in model.modules()] == kinds
 
 
-def test_experts_of_a_mixture_are_refused_until_they_run_in_fp8() -> None:
-    with refuses(ValueError, "fp8_experts=on", "Use fp8_experts=auto"):
-        select(mixtral(), FP8Config(emulate=True, experts="on"))
+def test_experts_that_cannot_run_in_fp8_are_refused() -> None:
+    narrow = mixtral(intermediate_size=72)
+    with refuses(ValueError, "fp8_experts=on", "dimensions are not multiples of 16", "Use fp8_experts=auto"):
+        select(narrow, FP8Config(emulate=True, experts="on"))
+    assert select(mixtral(), FP8Config(emulate=True, experts="on")).expert_share > 0
 
 
 def test_quantized_model_is_refused(tmp_path: Path) -> None:
