@@ -37,9 +37,10 @@ from transformers import HfArgumentParser, MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from hf_fp8 import FP8Config
+from hf_fp8.casts import E4M3, Scaled
 from hf_fp8.experts import convert_experts
 from hf_fp8.grouped_gemm import grouped_gemm, route
-from hf_fp8.linear import E4M3, Scaled, fp8_modules
+from hf_fp8.linear import fp8_modules
 from hf_fp8.scaling import ScalingState, WeightScales
 from hf_fp8.transpose import row_major
 from runs import environment, fp8_gpu, print_rows

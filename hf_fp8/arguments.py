@@ -36,7 +36,7 @@ class FP8ArgumentsMixin:
         metadata={"help": "Also convert layers where FP8 is slower than bf16 (default: false).", **_SWITCH},
     )
     fp8_head: Optional[Literal["auto", "on", "off"]] = field(  # noqa: UP045
-        default=None, metadata={"help": "LM head GEMMs in FP8 (default: auto)."}
+        default=None, metadata={"help": "LM head GEMMs in FP8 (default: auto, with `delayed`)."}
     )
     fp8_all_gather: Optional[Literal["auto", "on", "off"]] = field(  # noqa: UP045
         default=None, metadata={"help": "FSDP2 gathers weights as FP8 (default: auto)."}
@@ -58,7 +58,7 @@ class FP8ArgumentsMixin:
     fp8_weight_cache: Optional[bool] = field(  # noqa: UP045
         default=None,
         metadata={
-            "help": "Delayed recipe: keep FP8 copies of the weights for a whole step (default: true).",
+            "help": "Keep FP8 copies of weights or shards for a whole optimizer step (default: true).",
             **_SWITCH,
         },
     )

@@ -46,7 +46,7 @@ class FP8Config:
     convert_small: bool = False
     """Also convert layers whose shape makes FP8 slower than bf16."""
     head: Switch = "auto"
-    """LM head GEMMs in FP8."""
+    """LM head GEMMs in FP8. `auto`: with the delayed recipe, unless the head is tied to the input embedding."""
     all_gather: Switch = "auto"
     """FSDP2 gathers weights as FP8: half the bytes of bf16."""
     emulate: bool = False
@@ -58,7 +58,8 @@ class FP8Config:
     amax_sync: bool = True
     """Delayed recipe: share amax over the data-parallel ranks, one all-reduce per optimizer step."""
     weight_cache: bool = True
-    """Delayed recipe without sharding: keep each weight's FP8 copy for the whole optimizer step, 1 byte a parameter."""
+    """Keep FP8 copies of the weights (`delayed`), or of each rank's shards under FSDP2, for the whole optimizer step:
+    1 byte a parameter."""
     experts: Switch = "auto"
     """Mixture-of-experts GEMMs in FP8."""
 

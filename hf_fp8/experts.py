@@ -23,9 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen
 
+from hf_fp8.casts import E4M3
 from hf_fp8.config import FP8Config
 from hf_fp8.grouped_gemm import GroupedGemm, GroupedMatmul, Routing, route
-from hf_fp8.linear import ALIGNMENT, E4M3, Converted, FP8Module, GemmRecipe, in_compute_dtype
+from hf_fp8.linear import ALIGNMENT, Converted, FP8Module, GemmRecipe, in_compute_dtype
 
 # What `use_experts_implementation` sets on a module, and its implementations read.
 _INTERFACE = {"config", "has_gate", "has_bias", "is_transposed", "is_concatenated"}

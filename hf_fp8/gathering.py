@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
+from hf_fp8.casts import E4M3, cast_saturating
 from hf_fp8.config import FP8Config
-from hf_fp8.linear import E4M3, cast_saturating, fp8_modules
+from hf_fp8.linear import fp8_modules
 from hf_fp8.roles import read_by_adapters
 
 # Attributes of a local shard.

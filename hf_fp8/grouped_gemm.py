@@ -29,15 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_fp8.linear import (
-    ALIGNMENT,
-    E4M3,
-    GemmRecipe,
-    Scaled,
-    cast_saturating,
-    delayed_cast,
-    quantize,
-)
+from hf_fp8.casts import E4M3, Scaled, cast_saturating, delayed_cast, quantize
+from hf_fp8.linear import ALIGNMENT, GemmRecipe
 from hf_fp8.transpose import row_major
 
 

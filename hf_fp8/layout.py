@@ -32,9 +32,9 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from hf_fp8.adapters import base_of
+from hf_fp8.casts import E4M3
 from hf_fp8.checkpoint import plain_class, unwrap
 from hf_fp8.config import FP8Config
-from hf_fp8.linear import E4M3
 from hf_fp8.report import Row
 from hf_fp8.scaling import SMALLEST_AMAX
 from hf_fp8.selection import check_patterns, judge, matches
@@ -134,7 +134,7 @@ def fp8_layout(
     Raises:
         ValueError: a pattern that matches nothing, or a model without a layer that the format can hold.
     """
-    config = FP8Config(skip=tuple(skip), convert_small=True)
+    config = FP8Config(skip=tuple(skip), convert_small=True, head="off")
     rows = judge(model, config)
     check_patterns(model, rows, config)
     groups = list(weight_groups(model))

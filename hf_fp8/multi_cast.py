@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._triton import has_triton
 
-from hf_fp8.linear import E4M3, cast_saturating
+from hf_fp8.casts import E4M3, cast_saturating
 
 _HAS_KERNEL = torch.cuda.is_available() and has_triton()
 _CHUNK = 32768  # elements that one program of the kernel casts

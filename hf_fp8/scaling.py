@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
+from hf_fp8.casts import E4M3
 from hf_fp8.config import FP8Config
-from hf_fp8.linear import E4M3, FP8Module
+from hf_fp8.linear import FP8Module
 from hf_fp8.multi_cast import MultiCast
 
 logger = logging.getLogger(__name__)

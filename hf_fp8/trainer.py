@@ -186,7 +186,9 @@ class FP8TrainerMixin(ReferenceMixin):
         elif is_fsdp1(self.accelerator):
             # Trainer would evaluate a compiled model unsharded, and then never shard it.
             self.model = self.model_wrapped = self.accelerator.prepare_model(self.model)
-        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        output = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        reshard(self.model)
+        return output
 
     # --- checkpoints ------------------------------------------------------------------------------------
 
@@ -198,7 +200,9 @@ class FP8TrainerMixin(ReferenceMixin):
         elif resume_from_checkpoint:
             path = os.fspath(resume_from_checkpoint)
             on_rank_0(lambda: check_checkpoint(path))
-        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        output = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        reshard(self.model)  # a callback may have run it
+        return output
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a model that `from_pretrained` opens, under FSDP for every state dict type. Call on all ranks.

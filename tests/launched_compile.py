@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 
 import models
-from hf_fp8.linear import FP8Module
+from hf_fp8.linear import FP8Linear
 
 
 def main(out: str, cases: str) -> None:
@@ -30,9 +30,9 @@ def compiled(out: str, case: dict[str, Any]) -> dict[str, Any]:
     counters.clear()
     frames: Counter[str] = Counter()
     eager: list[str] = []
-    forward = FP8Module.fp8_forward
+    forward = FP8Linear.fp8_forward
 
-    def watched(self: FP8Module, *args: Any) -> torch.Tensor:
+    def watched(self: FP8Linear, *args: Any) -> torch.Tensor:
         if not torch.compiler.is_compiling():  # a constant inside a graph
             eager.append(type(self).__name__)
         return forward(self, *args)
@@ -40,7 +40,7 @@ def compiled(out: str, case: dict[str, Any]) -> dict[str, Any]:
     def compiled_frame(code: CodeType, new_code: CodeType) -> None:
         frames[code.co_name] += 1
 
-    FP8Module.fp8_forward = watched
+    FP8Linear.fp8_forward = watched
     hook = torch._dynamo.convert_frame.register_bytecode_hook(compiled_frame)
     try:
         return {
@@ -53,7 +53,7 @@ def compiled(out: str, case: dict[str, Any]) -> dict[str, Any]:
         }
     finally:
         hook.remove()
-        FP8Module.fp8_forward = forward
+        FP8Linear.fp8_forward = forward
 
 
 def train(out: str, case: dict[str, Any]) -> dict[str, Any]:

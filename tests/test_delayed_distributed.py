@@ -18,8 +18,9 @@ from transformers import LlamaForCausalLM, TrainerCallback
 
 from gloo import Ranks
 from hf_fp8 import FP8Plugin, gathering
+from hf_fp8.casts import E4M3
 from hf_fp8.checkpoint import SCALING_FILE
-from hf_fp8.linear import E4M3, fp8_modules
+from hf_fp8.linear import fp8_modules
 from test_scaling import (
     AskDuring,
     Chain,

@@ -101,7 +101,7 @@ def fp8_experts(layer: nn.Module, recipe: Any, *, emulate: bool = True) -> Scali
     if recipe != "delayed":
         return None
     device = next(layer.parameters()).device
-    scales = WeightScales(nn.Sequential(), fp8_modules(layer), device, keep_fp8=True)
+    scales = WeightScales(nn.Sequential(), fp8_modules(layer), device, keep_fp8=fp8_modules(layer))
     state = ScalingState(scales, config, device)
     scales.refresh()
     return state

@@ -35,7 +35,7 @@ def found(folder: Path, ranks: int) -> list[dict[str, Any]]:
         assert len(each["losses"]) == 6 and all(map(math.isfinite, each["losses"]))
         assert each["losses"][-1] < each["losses"][0]
         assert each["losses"] == every[0]["losses"] and each["weights"] == every[0]["weights"]
-        assert each["converted"] == 14
+        assert each["converted"] == 15
     return every
 
 
@@ -56,7 +56,7 @@ def test_fsdp2_config_shards_and_trains(tmp_path: Path) -> None:
     launch(tmp_path, "fsdp2.yaml", "--num_processes", "2", flags=("--fp8_emulate", "true"))
     for each in found(tmp_path, 2):
         assert each["sharded"] and each["mesh"] == [2] and each["rows"] == 64
-        assert any("FP8 all-gather: all 14 converted weights" in note for note in each["notes"])
+        assert any("FP8 all-gather: all 15 converted weights" in note for note in each["notes"])
         assert any("weights from rank 0" in note for note in each["notes"])
 
 
@@ -73,4 +73,4 @@ def test_two_nodes_train_one_model_sharded_within_and_replicated_across(tmp_path
     for each in found(tmp_path, 4):
         assert each["sharded"] and each["mesh"] == [2, 2] and each["rows"] == 64
         assert any("sharded over 2x2 ranks" in note for note in each["notes"])
-        assert any("FP8 all-gather: all 14 converted weights" in note for note in each["notes"])
+        assert any("FP8 all-gather: all 15 converted weights" in note for note in each["notes"])

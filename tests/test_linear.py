@@ -14,16 +14,8 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_fp8 import FP8Config
 from hf_fp8 import linear as linear_module
-from hf_fp8.linear import (
-    E5M2,
-    FP8_BUFFERS,
-    FP8Conv1D,
-    FP8Linear,
-    cast_saturating,
-    convert_linear,
-    dithered,
-    fp8_modules,
-)
+from hf_fp8.casts import E5M2, cast_saturating, dithered
+from hf_fp8.linear import FP8_BUFFERS, FP8Conv1D, FP8Linear, convert_linear, fp8_modules
 from hf_fp8.scaling import ScalingState, WeightScales
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")

@@ -237,7 +237,7 @@ def test_model_is_refused_by_the_plugin_and_left_as_it_was(
     make: Callable[[], nn.Module], flags: dict[str, Any], parts: tuple[str, ...]
 ) -> None:
     options = {name.removeprefix("fp8_"): value for name, value in flags.items()}
-    plugin, model = FP8Plugin(FP8Config(emulate=True, **options)), make()
+    plugin, model = FP8Plugin(FP8Config(**{"recipe": "tensorwise", "emulate": True, **options})), make()
     kinds = [type(module) for module in model.modules()]
     with refuses(ValueError, *parts):
         plugin.prepare(Accelerator(**plugin.accelerator_kwargs(), cpu=True), model)

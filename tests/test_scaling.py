@@ -24,8 +24,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 import models
 from gloo import forget_accelerate
 from hf_fp8 import FP8Config, FP8Plugin, FP8Trainer, FP8TrainingArguments
+from hf_fp8.casts import E4M3, cast_saturating
 from hf_fp8.checkpoint import SCALING_FILE
-from hf_fp8.linear import E4M3, FP8_BUFFERS, FP8Module, cast_saturating, fp8_modules
+from hf_fp8.linear import FP8_BUFFERS, FP8Module, fp8_modules
 from hf_fp8.multi_cast import MultiCast
 from hf_fp8.scaling import ScalingState, scale_of
 

@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,9 +36,8 @@ from hf_fp8.linear import FP8Conv1D, FP8Linear, fp8_modules
 from hf_fp8.selection import convert, is_slower, select
 from models import SIZES, llama, tied_llama, vit
 
-EMULATED = FP8Config(
-    recipe="tensorwise", emulate=True
-)  # every layer that FP8 can compute, whatever its speed
+# Every layer that FP8 can compute, whatever its speed.
+EMULATED = FP8Config(recipe="tensorwise", emulate=True)
 DECODER = {**SIZES, "num_key_value_heads": 2, "vocab_size": 128}
 LLAMA_LAYER = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),
@@ -335,7 +335,7 @@ def test_merged_lora_gives_plain_names_back_with_what_was_trained() -> None:
     ],
 )
 def test_fp8_skip_keeps_what_it_matches_and_nothing_else(pattern: str, stays: set[str]) -> None:
-    config = FP8Config(emulate=True, skip=(pattern,))
+    config = replace(EMULATED, skip=(pattern,))
     assert converted_by(llama(), config) == layers("model.layers", LLAMA_LAYER) - stays
     skipped = {name for name, reason in reasons(llama(), config).items() if reason == "fp8_skip"}
     assert skipped == stays
@@ -351,14 +351,12 @@ def test_fp8_skip_keeps_what_it_matches_and_nothing_else(pattern: str, stays: se
     ],
 )
 def test_fp8_skip_takes_names_with_and_without_what_peft_adds(pattern: str) -> None:
-    skipped = {
-        n for n, r in reasons(lora(8), FP8Config(emulate=True, skip=(pattern,))).items() if r == "fp8_skip"
-    }
+    skipped = {n for n, r in reasons(lora(8), replace(EMULATED, skip=(pattern,))).items() if r == "fp8_skip"}
     assert skipped == {"base_model.model.model.layers.0.mlp.up_proj.base_layer"}
 
 
 def test_several_patterns_add_up() -> None:
-    config = FP8Config(emulate=True, skip=("*.q_proj", "*.0.mlp.*"))
+    config = replace(EMULATED, skip=("*.q_proj", "*.0.mlp.*"))
     stays = layers("model.layers", ["self_attn.q_proj"]) | layers("model.layers", LLAMA_LAYER[4:], 1)
     assert converted_by(llama(), config) == layers("model.layers", LLAMA_LAYER) - stays
 
@@ -368,7 +366,7 @@ def test_several_patterns_add_up() -> None:
 
 def test_dimensions_that_are_no_multiples_of_16_stay() -> None:
     model = llama(intermediate_size=136)
-    stays = reasons(model, FP8Config(emulate=True, convert_small=True))
+    stays = reasons(model, replace(EMULATED, convert_small=True))
     assert stays.pop("lm_head")
     assert set(stays) == layers("model.layers", LLAMA_LAYER[4:])
     assert set(stays.values()) == {"dimensions are not multiples of 16"}
@@ -398,7 +396,7 @@ def test_speed_rule_knows_small_layers_and_small_batches_for_every_recipe(recipe
 
 @pytest.mark.parametrize("options", [{"convert_small": True}, {"emulate": True}])
 def test_speed_rule_can_be_switched_off(options: dict[str, bool]) -> None:
-    config = FP8Config(**options)  # type: ignore[arg-type]
+    config = FP8Config(recipe="tensorwise", **options)  # type: ignore[arg-type]
     assert set(reasons(llama(), config, tokens=16)) == {"lm_head"}
     assert converted_by(llama(), config, tokens=16) == layers("model.layers", LLAMA_LAYER)
 
