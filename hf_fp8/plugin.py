@@ -45,7 +45,7 @@ from hf_fp8.regions import (
     without_cache,
 )
 from hf_fp8.report import ConversionReport
-from hf_fp8.roles import hf_roots
+from hf_fp8.roles import forward_is_replaced
 from hf_fp8.scaling import ScalingState, WeightScales, WeightsInForward
 from hf_fp8.selection import convert, select
 from hf_fp8.sharding import (
@@ -208,7 +208,7 @@ class FP8Plugin:
 
     def _calls_its_head(self, model: nn.Module) -> bool:
         """Whether the head runs as a module. A forward that was put on the model (TRL's) may only read its weight."""
-        return self.head is not None or not any("forward" in vars(root) for _, root in hf_roots(model))
+        return self.head is not None or not forward_is_replaced(model)
 
     def _compile(self, accelerator: Accelerator, model: nn.Module) -> None:
         assert self.report is not None

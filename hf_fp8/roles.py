@@ -34,6 +34,11 @@ def hf_roots(model: nn.Module) -> list[tuple[str, PreTrainedModel]]:
     ]
 
 
+def forward_is_replaced(model: nn.Module) -> bool:
+    """Whether somebody put a forward on the model itself. TRL's reads the weight of the head and never calls it."""
+    return any("forward" in vars(root) for _, root in hf_roots(model))
+
+
 def module_roles(model: nn.Module) -> dict[str, str]:
     """Module name -> role, for every module whose role keeps it in high precision."""
     roles: dict[str, str] = {}

@@ -22,7 +22,7 @@ from hf_fp8.cost import ASSUMED_TOKENS, experts_seconds, is_slower
 from hf_fp8.experts import convert_experts, expert_weights, why_not_convertible, why_not_on_this_device
 from hf_fp8.linear import ALIGNMENT, FP8Module, convert_linear
 from hf_fp8.report import ConversionReport, Row
-from hf_fp8.roles import HEAD, TIED, expert_parameters, module_roles, plain_name
+from hf_fp8.roles import HEAD, TIED, expert_parameters, forward_is_replaced, module_roles, plain_name
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ def _reason_not(
     role = roles.get(name)
     rows, columns = _gemm_shape(module, weight)[:2]
     if role == HEAD and (config.head == "on" or (config.head == "auto" and config.recipe == HEAD_RECIPE)):
-        role = None
+        role = f"{HEAD} of a forward that was replaced" if forward_is_replaced(model) else None
     if any(matches(pattern, name, model) for pattern in config.skip):
         return "fp8_skip"
     if role:
@@ -185,6 +185,11 @@ def _check(model: nn.Module, rows: list[Row], config: FP8Config, roles: dict[str
     if config.head == "on" and not any(roles.get(row.name) == HEAD for row in rows):
         why = "its head is tied to the input embedding" if TIED in roles.values() else "it has no output head"
         raise ValueError(f"fp8_head=on, but {why}. Use fp8_head=auto.")
+    if config.head == "on" and forward_is_replaced(model):
+        raise ValueError(
+            "fp8_head=on, but the forward of the model was replaced (TRL does so), and may read the weight of the head "
+            "without calling it. Use fp8_head=auto."
+        )
     if config.experts == "on":
         _check_experts([row for row in rows if row.expert], config)
     if not any(row.converted for row in rows):

@@ -250,13 +250,48 @@ def test_names_and_roles_are_right_under_a_value_head(peft: bool) -> None:
     assert len(skipped) == 4 and all("layers.1.self_attn" in name for name in skipped)
 
 
+def test_a_head_that_is_never_called_is_not_converted(tmp_path: Path) -> None:
+    """TRL's forward multiplies by its weight: the default recipe leaves it, and `on` cannot be honoured."""
+    trainer = trl_trainer("sft", str(tmp_path), fp8_recipe="delayed")
+    rows = {row.name: row.reason for row in trainer.fp8_report.rows}
+    assert rows["lm_head"] == "output head of a forward that was replaced"
+    with pytest.raises(ValueError, match="fp8_head=on, but the forward of the model was replaced"):
+        trl_trainer("sft", str(tmp_path), fp8_head="on")
+
+
+def judge_pairs(folder: str) -> dict[str, Any]:
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    trainer = trl_trainer(
+        "reward", folder, per_device_train_batch_size=8 // ranks, max_steps=4, fp8_recipe="delayed"
+    )
+    trainer.train()
+    trainer.save_model(f"{folder}/critic")
+    return {
+        "sharded": isinstance(trainer.model, FSDPModule),
+        "score": isinstance(trainer.model.score, FP8Module),
+        "converted": len(fp8_modules(trainer.model)),
+        "losses": logged(trainer),
+        "weights": models.whole(trainer.model),
+    }
+
+
+def test_a_sharded_critic_learns_as_one_that_is_not(ranks: Ranks, tmp_path: Path) -> None:
+    alone = judge_pairs(str(tmp_path / "alone"))
+    results = ranks(judge_pairs, str(tmp_path), fsdp=True)
+    for each in results:
+        assert each["sharded"] and not each["score"] and each["converted"] == 14
+        assert each["losses"] == pytest.approx(alone["losses"], rel=0.05, abs=0.06)  # of bf16 logits
+    opened = LlamaForSequenceClassification.from_pretrained(tmp_path / "critic").state_dict()
+    assert all(torch.equal(opened[name], weight) for name, weight in results[0]["weights"].items())
+
+
 @pytest.mark.parametrize(("fp8", "fp8_ref"), [(True, False), (True, True), (False, True)])
 def test_actor_and_reference_choose_fp8_for_themselves(tmp_path: Path, fp8: bool, fp8_ref: bool) -> None:
     trainer = trl_trainer(
         "dpo", str(tmp_path), ref_model=actor(), fp8=fp8, fp8_ref_model=fp8_ref, fp8_recipe="delayed"
     )
     trainer.train()
-    assert len(fp8_modules(trainer.model)) == 15 * fp8
+    assert len(fp8_modules(trainer.model)) == 14 * fp8
     assert len(fp8_modules(trainer.ref_model)) == 14 * fp8_ref  # a reference needs no history: tensorwise
     assert all(torch.equal(p, q) for p, q in zip(trainer.ref_model.parameters(), actor().parameters()))
     note = "reference model in FP8 (tensorwise): 14 of 15 layers" if fp8_ref else "in high precision"
