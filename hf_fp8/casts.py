@@ -98,8 +98,18 @@ def dithered(value: Tensor, dtype: torch.dtype) -> Tensor:
     place = rows.unsqueeze(1) * _MIX[0] + columns * _MIX[1]  # wraps around
     chance = (place ^ place >> 15) * _MIX[2]
     chance = (chance ^ chance >> 13) & lost
-    rounded = (value.view(torch.int32) + chance & ~lost).view(torch.float32)
+    least = torch.finfo(dtype).smallest_normal
+    if dtype == E5M2:  # what is less than normal is 1e-9 of the largest number
+        return torch.where(value.isfinite(), _round(value, chance, lost), value)
+    # Less than normal numbers lie as far apart as those between `least` and its double.
+    small = value.abs() < least
+    rounded = _round(torch.where(small, value.abs() + least, value), chance, lost)
+    rounded = torch.where(small, torch.copysign(rounded - least, value), rounded)
     return torch.where(value.isfinite(), rounded, value)
+
+
+def _round(value: Tensor, chance: Tensor, lost: int) -> Tensor:
+    return (value.view(torch.int32) + chance & ~lost).view(torch.float32)
 
 
 # Odd int32 numbers without a pattern in their bits: three primes of xxHash.

@@ -64,9 +64,8 @@ def full_state_dict(model: nn.Module, dtypes: dict[str, torch.dtype], *, keep: b
     if isinstance(model, PeftModel):
         adapters = [get_peft_model_state_dict(model, dict(tensors), name) for name in model.peft_config]
         saved = [id(tensor) for adapter in adapters for tensor in adapter.values()]
-        if {id(t) for t in tensors.values()}.issuperset(
-            saved
-        ):  # else it derives tensors from others: keep all
+        plain = {id(t) for t in tensors.values()}.issuperset(saved)
+        if plain:  # else it derives tensors from others: keep all
             tensors = {name: t for name, t in tensors.items() if id(t) in saved}
     gathered: dict[int, Tensor] = {}
     state: dict[str, Tensor] = {}
@@ -82,7 +81,11 @@ def full_state_dict(model: nn.Module, dtypes: dict[str, torch.dtype], *, keep: b
 def save_shards(model: nn.Module, dtypes: dict[str, torch.dtype], folder: str | Path) -> None:
     """Write the weights of a sharded model in `dtypes` where Accelerate does and reads them. Call on all ranks."""
     state = get_model_state_dict(model)
-    rounded = {name: tensor.to(dtypes[name]) for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    rounded = {
+        name: tensor.to(dtypes[name]).cpu()  # a GPU need not hold the copies
+        for name, tensor in state.items()
+        if isinstance(tensor, Tensor) and tensor.dtype != dtypes[name]
+    }
     dcp.save(
         {"model": {**state, **rounded}},
         storage_writer=dcp.FileSystemWriter(Path(folder) / f"{FSDP_WEIGHTS}_0"),

@@ -3,7 +3,7 @@
 Under FSDP2 a model that was loaded in bf16 trains on fp32 masters. Its checkpoint holds each weight once, in bf16, as
 every tool expects it, and a resumed run must go on from the same masters bit for bit. So the other bits are kept in a
 folder of their own, as part of what only a resumed run needs, like the optimizer's moments: of bf16 weights 17 bits
-each (the sum of both is an fp32 weight and one bit, where a second, fp32 copy would take 48 bits).
+each (an fp32 weight and one bit in all, where a second copy in fp32 would make 48), a little more of vectors.
 
 Rounding to nearest even is no cut through the middle of the word: as integers, master and rounded weight differ by
 -32768 to 32768, one more than 16 bits tell apart.
@@ -11,6 +11,7 @@ Rounding to nearest even is no cut through the middle of the word: as integers, 
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import cast
@@ -20,6 +21,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "fp8_masters"
 _POWERS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -76,7 +79,7 @@ def save_masters(state: dict[str, Tensor], dtypes: dict[str, torch.dtype], folde
     lost = {}
     for name, master in _once(state).items():
         if master.dtype == torch.float32 != dtypes[name]:
-            lost[name] = _like(remainder(_local(master), dtypes[name]), master)
+            lost[name] = _like(remainder(_local(master), dtypes[name]), master).cpu()
     if lost:
         dcp.save(lost, storage_writer=dcp.FileSystemWriter(Path(folder) / FOLDER))
 
@@ -93,21 +96,31 @@ def load_masters(state: dict[str, Tensor], folder: str | Path) -> None:
     for name, master in _once({name: state[name] for name in entries if name in state}).items():
         if master.dtype == torch.float32:
             width = cast(TensorStorageMetadata, entries[name]).size[1]
-            local = _local(master)
-            found[name] = _like(
-                torch.zeros(len(local), width, dtype=torch.uint8, device=local.device), master
-            )
+            rows = torch.zeros(len(_local(master)), width, dtype=torch.uint8)
+            found[name] = _like(rows, master).cpu()
     sharded = any(isinstance(tensor, DTensor) for tensor in found.values())
     dcp.load(cast(dict[str, object], found), storage_reader=reader, no_dist=not sharded)
     for name, lost in found.items():
-        restore(_local(state[name]), _local(lost))
+        weight = _local(state[name])
+        restore(weight, _local(lost).to(weight.device))
+
+
+def warn_of_rounded_masters(folder: str | Path) -> None:
+    """For a run that cannot put a checkpoint's masters together."""
+    if (Path(folder) / FOLDER).is_dir():
+        logger.warning(
+            "%s was saved under FSDP2 by a model with fp32 masters: FSDP1 goes on from its rounded weights. "
+            "Resume with fsdp_version 2 to go on from the masters.",
+            folder,
+        )
 
 
 def _once(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`state` without further names of the same tensor."""
-    return {
-        name: tensor for tensor, name in {tensor: name for name, tensor in reversed(state.items())}.items()
-    }
+    """`state` without further names of the same tensor: the first stays."""
+    first: dict[Tensor, str] = {}
+    for name, tensor in state.items():
+        first.setdefault(tensor, name)
+    return {name: tensor for tensor, name in first.items()}
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -115,7 +128,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _like(local: Tensor, master: Tensor) -> Tensor:
-    """`local`, the rows of this rank, sharded as `master` is."""
+    """`local`, the rows of this rank, sharded as `master` is; on the device of the mesh."""
     if not isinstance(master, DTensor):
         return local
     size = torch.Size([master.shape[0], local.shape[1]])

@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,13 +73,20 @@ def offload_policy(accelerator: Accelerator) -> Any:
     return CPUOffloadPolicy(pin_memory=False) if pinned and accelerator.device.type == "cpu" else policy
 
 
+def available_cores() -> int:
+    """Cores that this process may run on, within the quota of its container (cgroup v2)."""
+    cores, file = len(os.sched_getaffinity(0)), Path("/sys/fs/cgroup/cpu.max")
+    quota, period = file.read_text().split() if file.is_file() else ("max", "1")
+    return cores if quota == "max" else min(cores, max(1, int(quota) // int(period)))
+
+
 def use_cores() -> None:
     """Let the optimizer use this process's share of the cores if the launcher left it a single thread.
 
     `accelerate launch` exports OMP_NUM_THREADS=1 unless `num_cpu_threads_per_process` says otherwise, torchrun does
     so for several processes.
     """
-    share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    share = available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if torch.get_num_threads() == 1 and share > 1:
         torch.set_num_threads(share)
         logger.info(

@@ -107,7 +107,8 @@ class WeightScales:
     def refresh(self) -> None:
         """Take all amaxes anew. Collective where weights are sharded: call it on all ranks or on none.
 
-        Needed by hand only after writing through `weight.data`, which leaves no trace.
+        Needed by hand only after writing in a way that leaves no trace on the parameter: through `weight.data`, and of
+        shards also through `weight.to_local()` and `torch._foreach_…`.
         """
         amax = self.local_amax()
         if self.group is not None:

@@ -26,9 +26,8 @@ from hf_fp8.roles import HEAD, TIED, expert_parameters, forward_is_replaced, mod
 
 logger = logging.getLogger(__name__)
 
-HEAD_RECIPE = (
-    "delayed"  # which converts the output head too unless told otherwise, by examples/convergence.py
-)
+# Converts the output head, too, unless told otherwise (by examples/convergence.py).
+HEAD_RECIPE = "delayed"
 LOW_COVERAGE = 0.5  # below this share of the FLOPs a warning says so
 
 
@@ -157,6 +156,8 @@ def _reason_not(
         role = f"{HEAD} of a forward that was replaced" if forward_is_replaced(model) else None
     if any(matches(pattern, name, model) for pattern in config.skip):
         return "fp8_skip"
+    if "forward" in vars(module):
+        return "its forward was replaced"
     if role:
         return f"{role} (fp8_head={config.head})" if role == HEAD else role
     if type(module) not in (nn.Linear, Conv1D):

@@ -51,7 +51,7 @@ from hf_fp8.fsdp1 import (
     is_fsdp1,
     save_fsdp1_masters,
 )
-from hf_fp8.masters import load_masters, save_masters
+from hf_fp8.masters import load_masters, save_masters, warn_of_rounded_masters
 from hf_fp8.offload import (
     check_offload_optimizer,
     offload_optimizer,
@@ -299,7 +299,9 @@ class FP8TrainerMixin(ReferenceMixin):
         else:
             with reading_as(self.accelerator, readable):
                 super()._load_from_checkpoint(folder, model)  # type: ignore[misc]
-        if isinstance(target, PreTrainedModel) and not is_fsdp1(self.accelerator):
+        if is_fsdp1(self.accelerator):
+            warn_of_rounded_masters(folder)
+        elif isinstance(target, PreTrainedModel):
             load_masters(tensors_of(target), folder)
         if self.fp8_plugin.weights is not None:
             self.fp8_plugin.weights.refresh()

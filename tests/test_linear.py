@@ -385,6 +385,14 @@ def test_dithered_values_are_right_on_average(dtype: torch.dtype) -> None:
         assert (rounded.mean(1) - value).abs().max() < 6 * deviation / 768**0.5
 
 
+def test_dithered_values_below_the_normal_numbers_are_right_on_average() -> None:
+    step = 2.0**-9  # of e4m3 there
+    for steps in (0.3, -0.45, 1.3, -2.6, 7.9, 8.3):
+        same = torch.full((512, 768), steps * step)
+        rounded = cast_saturating(same, torch.ones(()), torch.float8_e4m3fn, dither=True).double() / step
+        assert abs(rounded.mean() - steps) < 0.005 and rounded.unique().numel() == 2
+
+
 def test_dithering_leaves_alone_what_is_not_finite_and_what_fits() -> None:
     special = torch.tensor([[math.inf, -math.inf, math.nan, 0.0, -0.0, 57344.0, 0.25]])
     assert torch.equal(dithered(special, torch.float8_e5m2).view(torch.int32), special.view(torch.int32))

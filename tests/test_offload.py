@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torchao.optim import CPUOffloadOptimizer
 
 import models
 from gloo import FSDP_ENV, Ranks, environment
-from hf_fp8 import FP8Config, FP8Plugin
+from hf_fp8 import FP8Config, FP8Plugin, offload
 from hf_fp8.linear import fp8_modules
 from hf_fp8.offload import check_offload_backend, offload_optimizer, use_cores
 
@@ -90,7 +89,7 @@ def test_adam_that_is_not_fused_gets_a_warning(ranks: Ranks) -> None:
 
 
 def threads(cores: int, processes: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(offload, "available_cores", lambda: cores)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     before = torch.get_num_threads()
     try:

@@ -90,6 +90,15 @@ def test_head_converts_when_asked_and_with_the_delayed_recipe() -> None:
         assert select(llama(), on).flop_coverage == 1.0
 
 
+def test_layer_whose_forward_was_replaced_stays() -> None:
+    """Its class would change and what it computes would not."""
+    model = llama()
+    for layer in (model.lm_head, model.model.layers[0].mlp.up_proj):
+        layer.forward = layer.forward  # as hooks of Accelerate and TRL's fp32 head do
+    stays = {"lm_head", "model.layers.0.mlp.up_proj"}
+    assert reasons(model, FP8Config(emulate=True)) == dict.fromkeys(stays, "its forward was replaced")
+
+
 def test_tied_head_stays_tied_and_in_high_precision() -> None:
     model = tied_llama()
     assert reasons(model) == {"lm_head": "tied to an embedding"}
