@@ -39,3 +39,6 @@ if __name__ == "__main__":
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
     with fsdp_on_gloo():
         runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of gloo that still run would abort an orderly exit, now and then
