@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from hf_fp8.config import FP8Config
+from hf_fp8.offload import clip_offloaded, offloads_parameters
 
 if TYPE_CHECKING:
     from hf_fp8.plugin import FP8Plugin
@@ -27,6 +28,11 @@ class FP8Accelerator(Accelerator):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         super().backward(loss, **kwargs)
         self.fp8_plugin.after_backward()
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        parameters = list(parameters)
+        norm = clip_offloaded(parameters, max_norm, norm_type) if offloads_parameters(self) else None
+        return super().clip_grad_norm_(parameters, max_norm, norm_type) if norm is None else norm
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         prepared = super().prepare_model(model, *args, **kwargs)

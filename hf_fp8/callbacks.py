@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_fp8.plugin import FP8Plugin
@@ -51,6 +53,33 @@ class ThroughputCallback(TrainerCallback):
 
     def _restart(self) -> None:
         self._tokens, self._started = 0, time.perf_counter()
+
+
+class NanFilterCallback(TrainerCallback):
+    """Trainer's `logging_nan_inf_filter`, on the device.
+
+    Trainer looks at the loss of each micro-batch on the host, so that the GPU runs dry before each optimizer step.
+    """
+
+    def __init__(self) -> None:
+        self._done = (
+            False  # this window's losses are filtered: Trainer's own filter is off until its optimizer step
+        )
+
+    def filtered(self, loss: Tensor, trainer: Any) -> Tensor:
+        """`loss`, or if it is NaN or infinite the mean of those since the last log, as Trainer would have it."""
+        total = getattr(trainer, "_tr_loss", None)
+        if total is None or not (self._done or trainer.args.logging_nan_inf_filter):
+            return loss
+        self._done, trainer.args.logging_nan_inf_filter = True, False
+        steps = 1 + trainer.state.global_step - trainer._globalstep_last_logged
+        return torch.where(loss.isfinite(), loss, (total / steps).to(loss.device, loss.dtype))
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._done:
+            self._done, args.logging_nan_inf_filter = False, True
 
 
 class GradUnrollCallback(TrainerCallback):

@@ -47,6 +47,14 @@ def quantize(
     return Scaled(column_major(data) if columns else data, scale)
 
 
+def in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """`value.to(dtype)`, for what an autograd.Function returns.
+
+    Where that cast changes nothing, torch 2.11 compiles a forward without a way back, and gradients behind it are zero.
+    """
+    return value if value.dtype == dtype else value.to(dtype)
+
+
 def column_major(data: Tensor) -> Tensor:
     return data.t().contiguous().t()
 

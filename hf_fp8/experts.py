@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen
+from transformers.integrations import moe
 
 from hf_fp8.casts import E4M3
 from hf_fp8.config import FP8Config
@@ -57,6 +58,8 @@ class FP8Experts(Converted):
     fp8_up: ExpertWeight
     fp8_down: ExpertWeight
     plain_class: type[nn.Module]
+    halves: bool
+    """The gate is the interface's own, act(left half) * right half, so that nobody needs the halves as one tensor."""
 
     def unconvert(self) -> None:
         del self.fp8_up, self.fp8_down
@@ -67,10 +70,15 @@ class FP8Experts(Converted):
         x_TH = in_compute_dtype(hidden_states)
         routing = route(top_k_index, module.down_proj.shape[0])
         weight_P = _by_row(top_k_weights, routing)
-        up = self._grouped(self.fp8_up, x_TH, routing, from_tokens=True)
-        if module.has_bias:
-            up = up + _bias_rows(self._bias(self.fp8_up), routing, up.dtype)
-        inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)
+        halves = self.halves and module.is_concatenated and not module.has_bias
+        up = self._grouped(self.fp8_up, x_TH, routing, from_tokens=True, halves=halves)
+        if halves:
+            gate, up = up
+            inner = module.act_fn(gate) * up
+        else:
+            if module.has_bias:
+                up = up + _bias_rows(self._bias(self.fp8_up), routing, up.dtype)
+            inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)
         if vars(self).get("has_post_expert_norm"):  # since transformers 5.20 or so
             return self._normed(inner, weight_P, routing).to(hidden_states.dtype)
         inner = (inner * weight_P[:, None]).to(up.dtype)
@@ -101,7 +109,8 @@ class FP8Experts(Converted):
         *,
         from_tokens: bool = False,
         to_tokens: bool = False,
-    ) -> Tensor:
+        halves: bool = False,
+    ) -> Any:
         w = getattr(self, weight.parameter_name)
         w_fp8, w_scale = weight.fp8_operand(w, weight.fp8_weight)
         delayed: tuple[Tensor | None, ...] = (None,) * 4
@@ -112,8 +121,10 @@ class FP8Experts(Converted):
                 weight.fp8_grad_scale,
                 weight.fp8_grad_amax,
             )
-        gemm = GroupedGemm(weight.gemm_recipe, bool(cast(Any, self).is_transposed), from_tokens, to_tokens)
-        y = GroupedMatmul.apply(
+        gemm = GroupedGemm(
+            weight.gemm_recipe, bool(cast(Any, self).is_transposed), from_tokens, to_tokens, halves
+        )
+        return GroupedMatmul.apply(
             x,
             w,
             w_fp8,
@@ -124,7 +135,6 @@ class FP8Experts(Converted):
             torch.is_grad_enabled(),
             weight.fp8_calibrating,
         )
-        return cast(Tensor, y)
 
 
 def _by_row(top_k_weights: Tensor, routing: Routing) -> Tensor:
@@ -136,8 +146,8 @@ def _by_row(top_k_weights: Tensor, routing: Routing) -> Tensor:
 def _bias_rows(bias_EN: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
     """(E, N) -> (P, N): the bias of each row's expert. A product, whose gradient is one, too, and not a scatter."""
     rows = torch.arange(len(routing.tokens), device=bias_EN.device)
-    expert = torch.searchsorted(routing.offsets, rows, right=True, out_int32=True)
-    return F.one_hot(expert.long(), len(bias_EN)).to(dtype) @ bias_EN.to(dtype)
+    expert = (routing.offsets <= rows[:, None]).sum(1)
+    return F.one_hot(expert, len(bias_EN)).to(dtype) @ bias_EN.to(dtype)
 
 
 # --- conversion ---------------------------------------------------------------------------------------------
@@ -185,5 +195,8 @@ def convert_experts(module: nn.Module, config: FP8Config) -> None:
         module.add_module(role, ExpertWeight(module, name, config))
     plain = type(module)
     if plain not in _CLASSES:
-        _CLASSES[plain] = type(f"FP8{plain.__name__}", (FP8Experts, plain), {"plain_class": plain})
+        gate = getattr(plain, "_apply_gate", None)
+        plain_gate = bool(vars(module)["has_gate"]) and gate is getattr(moe, "_default_apply_gate", plain)
+        members = {"plain_class": plain, "halves": plain_gate}
+        _CLASSES[plain] = type(f"FP8{plain.__name__}", (FP8Experts, plain), members)
     module.__class__ = _CLASSES[plain]

@@ -28,8 +28,10 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torchao.float8.float8_utils import amax_to_scale
 
-from hf_fp8.casts import E4M3, Scaled, cast_saturating, delayed_cast, quantize
+from hf_fp8.cast_halves import cast_halves
+from hf_fp8.casts import E4M3, Scaled, cast_saturating, delayed_cast, in_dtype, quantize
 from hf_fp8.linear import ALIGNMENT, GemmRecipe
 from hf_fp8.transpose import row_major
 
@@ -54,7 +56,8 @@ def route(top_k_index: Tensor, experts: int) -> Routing:
     device = top_k_index.device
     rows = ALIGNMENT * ((tokens * k + ALIGNMENT - 1) // ALIGNMENT + experts)
     expert, order = torch.sort(top_k_index.reshape(-1), stable=True)
-    ends = torch.searchsorted(expert, torch.arange(experts, device=device), right=True)
+    # Not by searchsorted, which Inductor of torch 2.11 fuses with a small sort into a kernel that does not compile.
+    ends = (top_k_index.reshape(-1, 1) == torch.arange(experts, device=device)).sum(0).cumsum(0)
     starts = F.pad(ends[:-1], (1, 0))
     padded = ((ends - starts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT).clamp(min=ALIGNMENT)
     offsets = padded.cumsum(0)
@@ -79,10 +82,12 @@ class GroupedGemm(NamedTuple):
     """The input is in token order (T, K), otherwise in the buffer's (P, K)."""
     to_tokens: bool
     """The output is in token order, each token's experts summed."""
+    halves: bool = False
+    """The output comes as two, the left and the right half of its columns."""
 
 
 class GroupedMatmul(torch.autograd.Function):
-    """x (T or P, K), w (E, N, K) or (E, K, N) -> y (T or P, N). K and N are multiples of 16.
+    """x (T or P, K), w (E, N, K) or (E, K, N) -> y (T or P, N), or its halves. K and N are multiples of 16.
 
     The first tensors after `w` are those of the delayed recipe (see `linear.py`), None for the other recipes, except
     that `w_fp8` and `w_scale` are also given where the weight was gathered as FP8.
@@ -105,7 +110,7 @@ class GroupedMatmul(torch.autograd.Function):
         gemm: GroupedGemm,
         record: bool,
         calibrating: bool,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, ...]:
         recipe = gemm.recipe
         ctx.gemm, ctx.calibrating, ctx.cast_weight = gemm, calibrating, w_fp8 is None
         ctx.dy_scale, ctx.dy_amax = dy_scale, dy_amax  # written in backward, so not saved tensors
@@ -120,16 +125,23 @@ class GroupedMatmul(torch.autograd.Function):
         w_EKN = _weight(w if w_fp8 is None else w_fp8, w_scale, ctx.cast_weight, recipe, -1 - gemm.transposed)
         w_EKN = w_EKN if gemm.transposed else w_EKN.t()
         y_PN = grouped_gemm(x_PK, w_EKN, offsets, x.dtype, fast=True, emulate=recipe.emulate)
+        if gemm.halves:
+            return y_PN.chunk(2, dim=-1)
         return _to_tokens(y_PN, places) if gemm.to_tokens else y_PN
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, right: Tensor | None = None) -> tuple[Tensor | None, ...]:
         x_data, x_scale, w_data, w_scale, tokens, places, offsets = ctx.saved_tensors
         gemm: GroupedGemm = ctx.gemm
         recipe = gemm.recipe
         dx = dw = None
         dy = _with_padding(dy) if gemm.to_tokens else dy
-        dy_fp8 = _cast(dy, ctx.dy_scale, ctx.dy_amax, recipe, record=True, calibrating=ctx.calibrating)
+        if right is not None and recipe.rowwise:
+            dy, right = torch.cat([dy, right], dim=-1), None
+        if right is not None:
+            dy_fp8 = _cast_pair(dy, right, ctx.dy_scale, ctx.dy_amax, calibrating=ctx.calibrating)
+        else:
+            dy_fp8 = _cast(dy, ctx.dy_scale, ctx.dy_amax, recipe, record=True, calibrating=ctx.calibrating)
         dy_PN = _to_rows(dy_fp8, tokens) if gemm.to_tokens else dy_fp8
         if ctx.needs_input_grad[0]:
             w_ENK = _weight(w_data, w_scale, ctx.cast_weight, recipe, -2 + gemm.transposed)
@@ -167,6 +179,18 @@ def _cast(
     return delayed_cast(value, E4M3, scale, amax, record=record, calibrating=calibrating)
 
 
+def _cast_pair(
+    left: Tensor, right: Tensor, scale: Tensor | None, amax: Tensor | None, *, calibrating: bool
+) -> Scaled:
+    """The halves of one gradient, with one scale, side by side."""
+    own = torch.maximum(*(half.abs().amax(-1).amax() for half in (left, right))).float()
+    if amax is not None:
+        amax.copy_(torch.maximum(amax, own))
+    if scale is None or calibrating:
+        scale = amax_to_scale(own, E4M3)
+    return Scaled(cast_halves(left, right, scale), scale)
+
+
 def _weight(w: Tensor, scale: Tensor | None, cast_weight: bool, recipe: GemmRecipe, dim: int) -> Scaled:
     """`w` (E, *, *) in e4m3, as it is stored. `dim`: the contracted axis, scaled by row of the other one if rowwise."""
     if scale is not None:
@@ -199,7 +223,7 @@ def grouped_gemm(
     """By expert: `a` (P, K) @ `b` (E, K, N) -> (P, N), or `a` (N, P) @ `b` (P, K) -> (E, N, K)."""
     experts = len(offsets)
     if emulate:
-        return grouped_mm_emulated(_dequantize(a), _dequantize(b), offsets).to(out_dtype)
+        return in_dtype(grouped_mm_emulated(_dequantize(a), _dequantize(b), offsets), out_dtype)
     by_rows = b.data.ndim == 3
     columns = b.data.shape[-1]
     # The kernel reads a number for each row and column, also where they are equal: `expand` alone is not enough.
@@ -219,7 +243,7 @@ def grouped_gemm(
         out_dtype=torch.bfloat16,  # the kernel's only one
         use_fast_accum=fast,
     )
-    return product.to(out_dtype)
+    return in_dtype(product, out_dtype)
 
 
 def _dequantize(value: Scaled) -> Tensor:

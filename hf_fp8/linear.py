@@ -41,7 +41,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from torchao.float8.float8_utils import amax_to_scale
 from transformers.pytorch_utils import Conv1D
 
-from hf_fp8.casts import E4M3, E5M2, Scaled, cast_saturating, column_major, delayed_cast, quantize
+from hf_fp8.casts import E4M3, E5M2, Scaled, cast_saturating, column_major, delayed_cast, in_dtype, quantize
 from hf_fp8.config import FP8Config
 from hf_fp8.transpose import row_major
 
@@ -73,7 +73,7 @@ def gemm(a: Scaled, b: Scaled, out_dtype: torch.dtype, *, fast: bool, emulate: b
     """`a` (M, K) @ `b` (K, N) in `out_dtype`. K is a multiple of 16."""
     if emulate:
         with torch.autocast(a.data.device.type, enabled=False):
-            return ((a.data.float() / a.scale) @ (b.data.float() / b.scale)).to(out_dtype)
+            return in_dtype((a.data.float() / a.scale) @ (b.data.float() / b.scale), out_dtype)
     # torch._scaled_mm takes one scale on both sides, or one per row and one per column.
     b_scale = b.scale.repeat(1, b.data.shape[1]) if a.scale.ndim > b.scale.ndim else b.scale
     return addmm_float8_unwrapped(

@@ -8,6 +8,7 @@ cost more host time than the GPU needs for the work, which shows wherever the ho
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -42,6 +43,15 @@ class MultiCast:
             self._seen, self._tables = seen, _tables(sources, targets)
         for table in self._tables:
             table.launch(scales)
+
+
+@lru_cache(maxsize=8)
+def chunks_of(sizes: tuple[int, ...], chunk: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cut tensors of these sizes into chunks: the tensor that each belongs to, and where in it the chunk starts."""
+    counts = torch.tensor([-(-size // chunk) for size in sizes])
+    owners = torch.arange(len(sizes)).repeat_interleave(counts)
+    starts = (torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]) * chunk
+    return owners.to(device), starts.to(device)
 
 
 def _flat(tensor: Tensor) -> bool:
@@ -105,10 +115,7 @@ class _Table:
                 indices,
             )
         ]
-        chunks = [-(-s.numel() // _CHUNK) for s in sources]
-        owners = torch.arange(len(sources)).repeat_interleave(torch.tensor(chunks))
-        starts = torch.cat([torch.arange(n) * _CHUNK for n in chunks])
-        self.owners, self.starts = owners.to(device), starts.to(device)
+        self.owners, self.starts = chunks_of(tuple(s.numel() for s in sources), _CHUNK, device)
 
     def launch(self, scales: Tensor) -> None:
         sources, targets, sizes, indices = self.tensors

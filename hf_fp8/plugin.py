@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from hf_fp8.accelerator import FP8Accelerator, check_launch
+from hf_fp8.adam import OnePass, step_in_one_pass
 from hf_fp8.adapters import follow_adapters
 from hf_fp8.checkpoint import refuse_sharded_save
 from hf_fp8.config import FP8Config, keep_accelerate_from_converting, launch_mixed_precision
@@ -87,6 +88,8 @@ class FP8Plugin:
         """Once-per-step weight scales, where the recipe or FP8 gather needs them."""
         self.scaling: ScalingState | None = None
         """The delayed recipe's state."""
+        self.one_pass: OnePass | None = None
+        """The optimizer, if it is one whose step also clips and measures (`adam.py`)."""
         self.head: CompiledHead | None = None
         """Head and loss of a causal LM as one region, where blocks are compiled."""
         self._model: nn.Module | None = None
@@ -152,7 +155,7 @@ class FP8Plugin:
         self.adopt(accelerator)
         self.config.check_hardware(accelerator.device)
         self._model, self._wrapped, self._finished = model, None, False
-        self.weights = self.scaling = self.head = None
+        self.weights = self.scaling = self.head = self.one_pass = None
         self._blocks = find_blocks(model)
         notes = []
         if accelerator.is_fsdp2:
@@ -302,9 +305,11 @@ class FP8Plugin:
     # --- in training ------------------------------------------------------------------------------------
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Every trainable parameter is in `optimizer` exactly once (RuntimeError)."""
+        """Every trainable parameter is in `optimizer` exactly once (RuntimeError). It steps in one pass if it can."""
         assert self._model is not None
         check_optimizer(optimizer, self._wrapped or self._model)
+        if self.config.enabled and self._wrapped is None:
+            self.one_pass = step_in_one_pass(optimizer, self.weights)
 
     def wrapped(self, model: nn.Module) -> None:
         """Called with FSDP1's wrapper of the model."""
@@ -338,7 +343,7 @@ class FP8Plugin:
         if self.scaling is not None:
             self.scaling.sync()
         elif self.weights is not None:
-            self.weights.refresh()
+            self.weights.refresh_after_step()
 
     def begin_window(self) -> None:
         """Called before the first forward of each optimizer step: FSDP1's stale gradients go (`grad_unroll.py`)."""

@@ -73,6 +73,8 @@ class WeightScales:
     ) -> None:
         self.modules, self.device, self.group = modules, device, group
         self.on_change = on_change
+        self.measured: list[Tensor] | None = None
+        """0-dim fp32 each: what an optimizer step has measured while it wrote the weights (`adam.py`)."""
         self._versions: tuple[tuple[int, int], ...] = ()
         self._shards: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}  # of shards; a whole copy belongs to its module
@@ -80,7 +82,7 @@ class WeightScales:
         for name, module in modules.items():
             module.fp8_weight_scale = torch.ones((), device=device)
             if name in keep_fp8:
-                copy = torch.empty_like(_local(module.weight), dtype=E4M3, requires_grad=False)
+                copy = torch.empty_like(local(module.weight), dtype=E4M3, requires_grad=False)
                 if group is None:
                     module.fp8_weight = copy
                 else:
@@ -110,15 +112,24 @@ class WeightScales:
         Needed by hand only after writing in a way that leaves no trace on the parameter: through `weight.data`, and of
         shards also through `weight.to_local()` and `torch._foreach_…`.
         """
+        self.measured = None
+        self._versions = ()  # cast every copy anew
+        self.refresh_after_step()
+
+    @torch.no_grad()
+    def refresh_after_step(self) -> None:
+        """The same at the end of an optimizer step."""
         amax = self.local_amax()
         if self.group is not None:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
-        self._versions = ()  # cast every copy anew
         self.apply(amax)
 
     def local_amax(self) -> Tensor:
         """Largest magnitude of this rank's part of each weight: fp32, shape (modules,). An empty part counts as 0."""
-        parts = [_local(w) for w in self.weights]
+        measured, self.measured = self.measured, None
+        if measured is not None:
+            return torch.stack(measured)
+        parts = [local(w) for w in self.weights]
         norms = torch._foreach_norm([p if p.numel() else p.new_zeros(1) for p in parts], torch.inf)
         return torch.stack(norms).to(self.device, torch.float32)
 
@@ -133,7 +144,7 @@ class WeightScales:
             weight, target = self._shards[name], self._copies.get(name, module.fp8_weight)
             # Frozen weights are cast once and for all. (A fused optimizer changes weights without a new version.)
             if target is not None and (weight.requires_grad or before[i] != self._versions[i]):
-                sources.append(_local(weight).detach())
+                sources.append(local(weight).detach())
                 targets.append(target)
                 used.append(i)
         if len(used) < len(scales):
@@ -143,7 +154,7 @@ class WeightScales:
             self.on_change(self._shards, self._copies)
 
 
-def _local(weight: Tensor) -> Tensor:
+def local(weight: Tensor) -> Tensor:
     return weight._local_tensor if isinstance(weight, DTensor) else weight
 
 

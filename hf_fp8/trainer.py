@@ -18,14 +18,14 @@ from peft import PeftModel
 from torch import nn
 from torch.distributed.fsdp import StateDictType
 from torchao.optim import CPUOffloadOptimizer
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_pt_utils import remove_dummy_checkpoint
 from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from hf_fp8.arguments import FP8ArgumentsMixin
-from hf_fp8.callbacks import AmaxSyncCallback, GradUnrollCallback, ThroughputCallback
+from hf_fp8.callbacks import AmaxSyncCallback, GradUnrollCallback, NanFilterCallback, ThroughputCallback
 from hf_fp8.checkpoint import (
     dtypes_of,
     from_rank_0,
@@ -87,13 +87,18 @@ class FP8TrainerMixin(ReferenceMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.fp8_throughput = ThroughputCallback()
+        self.fp8_nan_filter = NanFilterCallback()
         self._fp8_model: nn.Module | None = None
         self._fp8_checkpoint: str | None = None
         super().__init__(*args, **kwargs)
         self.fp8_grad_unroll = GradUnrollCallback(self.fp8_plugin)
         self.add_callback(self.fp8_throughput)  # type: ignore[attr-defined]
         # In front: a callback of the user may evaluate at the same event.
-        self.callback_handler.callbacks[:0] = [AmaxSyncCallback(self.fp8_plugin), self.fp8_grad_unroll]
+        self.callback_handler.callbacks[:0] = [
+            AmaxSyncCallback(self.fp8_plugin),
+            self.fp8_nan_filter,
+            self.fp8_grad_unroll,
+        ]
         self.fp8_plugin.tokens = _tokens_per_batch(self.args, getattr(self, "train_dataset", None))
         if self.args.n_gpu > 1:
             raise RuntimeError(
@@ -126,6 +131,10 @@ class FP8TrainerMixin(ReferenceMixin):
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         built = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
+        if (
+            self.args.dataloader_pin_memory
+        ):  # otherwise each batch waits until the GPU has finished the last step
+            built["dataloader_config"].non_blocking = True
         return {**built, **self.fp8_plugin.accelerator_kwargs()}
 
     # --- model ------------------------------------------------------------------------------------------
@@ -158,6 +167,18 @@ class FP8TrainerMixin(ReferenceMixin):
         elif offloads_parameters(self.accelerator):
             prepare_cpu_step(optimizer)
         return self.optimizer
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        """Leave the clipping to the optimizer step, where that can do it and nobody looks at gradients before."""
+        one_pass = self.fp8_plugin.one_pass
+        seen = one_pass is None or one_pass.has_hooks_before_step()
+        seen |= any(
+            type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
+            for callback in self.callback_handler.callbacks
+        )
+        if one_pass is None or seen or self._has_mixed_mesh_grads(model):  # type: ignore[attr-defined]
+            return super()._clip_grad_norm(model)  # type: ignore[misc]
+        return one_pass.clip_in_step(model.parameters(), self.args.max_grad_norm)
 
     def _prepare_for_training(self, max_steps: int, loader: Any, resume_from_checkpoint: Any) -> Any:
         self._fp8_prepare()
@@ -342,7 +363,8 @@ class FP8TrainerMixin(ReferenceMixin):
         self.fp8_throughput.count(inputs, getattr(self.model, "main_input_name", "input_ids"))
         head = self.fp8_plugin.head
         with head.without_logits() if head and self._fp8_reads_only_the_loss() else nullcontext():
-            return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+            loss = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        return self.fp8_nan_filter.filtered(loss, self)
 
     def _fp8_reads_only_the_loss(self) -> bool:
         """Trainer's own `compute_loss` does; one of a subclass, such as TRL's, may read logits."""

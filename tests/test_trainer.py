@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 
 import models
 from gloo import Ranks
-from hf_fp8 import FP8Config, FP8Plugin, FP8Trainer
+from hf_fp8 import FP8Config, FP8Plugin, FP8Trainer, FP8TrainerMixin
 from hf_fp8.linear import fp8_modules
 
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"]
@@ -105,6 +105,37 @@ def stock_arguments(folder: str, **changes: Any) -> dict[str, Any]:
     return {k: v for k, v in theirs.items() if k in known and not k.startswith(("fp8", "torch_compile"))} | {
         "bf16": True
     }
+
+
+class LossesOfNaN(Trainer):
+    """The loss of every third micro-batch is NaN, its gradient is not."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        self.batches = getattr(self, "batches", 0) + 1
+        loss = super().compute_loss(*args, **kwargs)
+        return loss + float("nan") if self.batches % 3 == 0 else loss
+
+
+class FP8LossesOfNaN(FP8TrainerMixin, LossesOfNaN):
+    pass
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+def test_losses_of_nan_are_logged_as_trainer_logs_them(tmp_path: Path, filtered: bool) -> None:
+    flags = {"logging_steps": 2, "gradient_accumulation_steps": 2, "logging_nan_inf_filter": filtered}
+    flags |= {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    found = []
+    for kind, args in (
+        (LossesOfNaN, TrainingArguments(**stock_arguments(str(tmp_path / "a"), **flags))),
+        (FP8LossesOfNaN, models.arguments(str(tmp_path / "b"), **flags, fp8=False, bf16=True)),
+    ):
+        trainer = kind(model=models.llama(), args=args, train_dataset=models.texts(48))
+        trainer.train()
+        assert trainer.args.logging_nan_inf_filter is filtered
+        found.append([str(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry])
+    assert found[0] == found[1] and len(found[0]) == 3
+    saved = torch.load(tmp_path / "b/checkpoint-3/training_args.bin", weights_only=False)
+    assert saved.logging_nan_inf_filter is filtered
 
 
 def test_switched_off_it_is_the_stock_trainer(tmp_path: Path) -> None:
