@@ -27,7 +27,7 @@ from hf_fp8.scaling import WeightScales, local
 
 _HAS_KERNEL = torch.cuda.is_available() and has_triton()
 _CHUNK = 32768  # elements that one program of the kernel updates
-_BLOCK = 2048
+_BLOCK = 1024
 
 
 class OnePass(torch.optim.Adam):
@@ -212,25 +212,27 @@ if _HAS_KERNEL:
     _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
     @triton.jit
+    def _updated(
+        p, g, m, v, clip, step_size, correction, beta1, rest1, beta2, rest2, eps, decay,
+        DTYPE: tl.constexpr, DECOUPLED: tl.constexpr, CLIP: tl.constexpr
+    ):  # fmt: skip
+        p, g, m, v = p.to(tl.float32), g.to(tl.float32), m.to(tl.float32), v.to(tl.float32)
+        if CLIP:
+            g = (g * clip).to(DTYPE).to(tl.float32)  # as if it had been clipped in memory
+        if DECOUPLED:
+            p = p - decay * p
+        else:
+            g = g + decay * p
+        m = beta1 * m + rest1 * g
+        v = beta2 * v + rest2 * g * g
+        p = p - step_size * m / (tl.sqrt(v) * correction + eps)
+        return p.to(DTYPE), m.to(DTYPE), v.to(DTYPE)
+
+    @triton.jit
     def _adam_kernel(
-        table,
-        owners,
-        starts,
-        factors,
-        clip,
-        rows,
-        beta1,
-        rest1,
-        beta2,
-        rest2,
-        eps,
-        decay,
-        DTYPE: tl.constexpr,
-        DECOUPLED: tl.constexpr,
-        CLIP: tl.constexpr,
-        CHUNK: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
+        table, owners, starts, factors, clip, rows, beta1, rest1, beta2, rest2, eps, decay,
+        DTYPE: tl.constexpr, DECOUPLED: tl.constexpr, CLIP: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+    ):  # fmt: skip
         row = tl.load(owners + tl.program_id(0))
         start = tl.multiple_of(tl.load(starts + tl.program_id(0)), CHUNK)
         at = table + row * 6
@@ -242,27 +244,34 @@ if _HAS_KERNEL:
         amax_address = tl.load(at + 5)
         step_size = tl.load(factors + row)
         correction = tl.load(factors + rows + row)
+        scale = tl.load(clip).to(tl.float32)
         largest = tl.zeros([BLOCK], tl.float32)
+        whole = start + CHUNK <= size  # without a mask the compiler reads and writes 16 bytes at once
         for offset in range(0, CHUNK, BLOCK):
             place = start + offset + tl.arange(0, BLOCK)
-            inside = place < size
-            p = tl.load(parameter + place, mask=inside, other=0.0).to(tl.float32)
-            g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
-            m = tl.load(first + place, mask=inside, other=0.0).to(tl.float32)
-            v = tl.load(second + place, mask=inside, other=0.0).to(tl.float32)
-            if CLIP:
-                g = (g * tl.load(clip)).to(DTYPE).to(tl.float32)  # as if it had been clipped in memory
-            if DECOUPLED:
-                p = p - decay * p
+            if whole:
+                p, m, v = _updated(
+                    tl.load(parameter + place), tl.load(gradient + place),
+                    tl.load(first + place), tl.load(second + place),
+                    scale, step_size, correction, beta1, rest1, beta2, rest2, eps, decay, DTYPE, DECOUPLED, CLIP
+                )  # fmt: skip
+                tl.store(parameter + place, p)
+                tl.store(first + place, m)
+                tl.store(second + place, v)
+                largest = tl.maximum(largest, tl.abs(p.to(tl.float32)))
             else:
-                g = g + decay * p
-            m = beta1 * m + rest1 * g
-            v = beta2 * v + rest2 * g * g
-            new = (p - step_size * m / (tl.sqrt(v) * correction + eps)).to(DTYPE)
-            tl.store(parameter + place, new, mask=inside)
-            tl.store(first + place, m.to(DTYPE), mask=inside)
-            tl.store(second + place, v.to(DTYPE), mask=inside)
-            largest = tl.maximum(largest, tl.abs(new.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
+                inside = place < size
+                p, m, v = _updated(
+                    tl.load(parameter + place, mask=inside, other=0.0),
+                    tl.load(gradient + place, mask=inside, other=0.0),
+                    tl.load(first + place, mask=inside, other=0.0),
+                    tl.load(second + place, mask=inside, other=0.0),
+                    scale, step_size, correction, beta1, rest1, beta2, rest2, eps, decay, DTYPE, DECOUPLED, CLIP
+                )  # fmt: skip
+                tl.store(parameter + place, p, mask=inside)
+                tl.store(first + place, m, mask=inside)
+                tl.store(second + place, v, mask=inside)
+                largest = tl.maximum(largest, tl.abs(p.to(tl.float32)))
         if amax_address != 0:
             amax = amax_address.to(tl.pointer_type(tl.float32))
             tl.atomic_max(amax, tl.max(largest), sem="relaxed")
