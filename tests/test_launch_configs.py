@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
@@ -63,7 +64,9 @@ def free_port() -> str:
 
 
 @pytest.fixture(autouse=True)
-def no_launcher_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def launched_from_a_gpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Accelerate 1.16 turns gpu_ids into the variable of the accelerator that torch was built for.
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
     for name in ("ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP", "ACCELERATE_TORCH_DEVICE"):
         monkeypatch.delenv(name, raising=False)
 
