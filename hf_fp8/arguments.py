@@ -55,12 +55,9 @@ class FP8ArgumentsMixin:
         default=None,
         metadata={"help": "Delayed recipe: share amax over data-parallel ranks (default: true).", **_SWITCH},
     )
-    fp8_weight_cache: Optional[bool] = field(  # noqa: UP045
+    fp8_weight_cache: Optional[Literal["auto", "on", "off"]] = field(  # noqa: UP045
         default=None,
-        metadata={
-            "help": "Keep FP8 copies of weights or shards for a whole optimizer step (default: true).",
-            **_SWITCH,
-        },
+        metadata={"help": "Keep FP8 copies of weights or shards for a whole optimizer step (default: auto)."},
     )
     fp8_experts: Optional[Literal["auto", "on", "off"]] = field(  # noqa: UP045
         default=None, metadata={"help": "Mixture-of-experts GEMMs in FP8 (default: auto)."}

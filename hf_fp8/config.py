@@ -57,9 +57,10 @@ class FP8Config:
     """Delayed recipe: headroom in powers of two, scale = fp8_max / (amax * 2**margin)."""
     amax_sync: bool = True
     """Delayed recipe: share amax over the data-parallel ranks, one all-reduce per optimizer step."""
-    weight_cache: bool = True
+    weight_cache: Switch = "auto"
     """Keep FP8 copies of the weights (`delayed`), or of each rank's shards under FSDP2, for the whole optimizer step:
-    1 byte a parameter."""
+    1 byte a parameter. `auto`: where a copy is read more than once: with gradient accumulation, activation
+    checkpointing or FSDP2, of frozen weights and of experts."""
     experts: Switch = "auto"
     """Mixture-of-experts GEMMs in FP8."""
 
@@ -75,7 +76,7 @@ class FP8Config:
                 'for example --fp8_skip "*.down_proj" "model.layers.0.*".'
             )
         object.__setattr__(self, "skip", tuple(self.skip))
-        for name in ("enabled", "convert_small", "emulate", "amax_sync", "weight_cache"):
+        for name in ("enabled", "convert_small", "emulate", "amax_sync"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"fp8_{name}={getattr(self, name)!r} must be true or false.")
         if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
@@ -126,7 +127,7 @@ class FP8Config:
             )
 
 
-_SWITCHES = ("head", "all_gather", "experts")
+_SWITCHES = ("head", "all_gather", "weight_cache", "experts")
 
 
 def launch_mixed_precision() -> str:

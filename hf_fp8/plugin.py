@@ -8,6 +8,7 @@ model, optimizer, loader = plugin.prepare(accelerator, model, optimizer, loader)
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Any, cast
 
 import torch
@@ -35,7 +36,7 @@ from hf_fp8.gathering import WeightGather, shard_group
 from hf_fp8.generation import let_generate
 from hf_fp8.grad_unroll import unroll_gradients
 from hf_fp8.head import CompiledHead, compile_head
-from hf_fp8.linear import FP8_BUFFERS, FP8Module, fp8_modules
+from hf_fp8.linear import FP8_BUFFERS, FP8Linear, FP8Module, fp8_modules
 from hf_fp8.offload import check_offload, offloads_parameters, prepare_cpu_step
 from hf_fp8.regions import (
     Blocks,
@@ -82,6 +83,8 @@ class FP8Plugin:
     ) -> None:
         self.config = FP8Config.from_launch() if config is None else config
         self.tokens = tokens
+        self.accumulation = 1
+        """Micro-batches in a step where Accelerate does not count them: Trainer does so itself."""
         self.torch_compile_regional = torch_compile_regional
         self.report: ConversionReport | None = None
         self.weights: WeightScales | None = None
@@ -261,19 +264,38 @@ class FP8Plugin:
         if not scaled:
             return
         if is_fsdp1(accelerator) or offloads_parameters(accelerator):
-            self._delay(accelerator, model, WeightsInForward(modules, accelerator.device), cached=False)
+            self._delay(accelerator, model, WeightsInForward(modules, accelerator.device), cached=())
             return
-        kept = (gather.modules if gather else modules) if self.config.weight_cache else {}
+        kept = self._kept_copies(accelerator, model, gather.modules if gather else modules)
         self.weights = WeightScales(
             model,
             scaled,
             accelerator.device,
             shard_group(model) if gather else None,
-            keep_fp8=kept.keys(),
+            keep_fp8=kept,
             on_change=gather.attach if gather else None,
         )
         if delayed:
-            self._delay(accelerator, model, self.weights, cached=bool(kept) and gather is None)
+            self._delay(accelerator, model, self.weights, cached=() if gather else kept)
+
+    def _kept_copies(
+        self, accelerator: Accelerator, model: nn.Module, modules: dict[str, FP8Module]
+    ) -> list[str]:
+        """Names of the modules whose weight is cast once per optimizer step, not whenever it is read."""
+        if self.config.weight_cache == "off":
+            return []
+        read_often = (
+            self.config.weight_cache == "on"
+            or accelerator.is_fsdp2
+            or max(accelerator.gradient_accumulation_steps, self.accumulation) > 1
+            or any(vars(m).get("gradient_checkpointing") for m in model.modules())
+        )
+        # A frozen weight is cast but once. Experts were not timed without copies.
+        return [
+            name
+            for name, module in modules.items()
+            if read_often or not module.weight.requires_grad or not isinstance(module, FP8Linear)
+        ]
 
     def _delay(
         self,
@@ -281,7 +303,7 @@ class FP8Plugin:
         model: nn.Module,
         weights: WeightScales | WeightsInForward,
         *,
-        cached: bool,
+        cached: Collection[str],
     ) -> None:
         assert self.report is not None
         shared = dist.group.WORLD if self.config.amax_sync and accelerator.num_processes > 1 else None
@@ -293,12 +315,12 @@ class FP8Plugin:
         buffers = [f"{name}.{buffer}" for name in weights.modules for buffer in FP8_BUFFERS]
         nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
 
-    def _delayed_note(self, modules: dict[str, FP8Module], *, cached: bool, shared: bool) -> str:
+    def _delayed_note(self, modules: dict[str, FP8Module], *, cached: Collection[str], shared: bool) -> str:
         note = f"delayed scaling: history {self.config.amax_history_len}, margin {self.config.amax_margin}"
         if shared:
             note += ", amax shared over all ranks"
         if cached:
-            size = sum(m.weight.numel() for m in modules.values()) / 2**20
+            size = sum(modules[name].weight.numel() for name in cached) / 2**20
             note += f"; FP8 weight copies {size:,.0f} MiB (fp8_weight_cache)"
         return note
 

@@ -100,6 +100,7 @@ class FP8TrainerMixin(ReferenceMixin):
             self.fp8_grad_unroll,
         ]
         self.fp8_plugin.tokens = _tokens_per_batch(self.args, getattr(self, "train_dataset", None))
+        self.fp8_plugin.accumulation = self.args.gradient_accumulation_steps
         if self.args.n_gpu > 1:
             raise RuntimeError(
                 f"{self.args.n_gpu} GPUs are visible to one process, which Trainer would serve with DataParallel. "

@@ -36,7 +36,7 @@ FIELDS: dict[str, tuple[Any, list[str], str]] = {
     "amax_history_len": (4, ["--fp8_amax_history_len", "4"], "amax_history_len: 4"),
     "amax_margin": (2, ["--fp8_amax_margin", "2"], "amax_margin: 2"),
     "amax_sync": (False, ["--fp8_amax_sync", "false"], "amax_sync: false"),
-    "weight_cache": (False, ["--fp8_weight_cache", "false"], "weight_cache: false"),
+    "weight_cache": ("off", ["--fp8_weight_cache", "off"], "weight_cache: off"),
     "experts": ("off", ["--fp8_experts", "off"], "experts: off"),
 }
 

@@ -391,7 +391,8 @@ def test_shards_are_written_as_they_fill_and_hold_no_more_than_one_weight_beside
 
 def test_a_model_trained_in_fp8_exports_its_masters(tmp_path: Path) -> None:
     """Not the FP8 copies that the delayed recipe keeps: the files are those of a plain model with these weights."""
-    trainer = models.trainer(str(tmp_path / "run"), llama(), max_steps=2, fp8_recipe="delayed")
+    flags = {"fp8_recipe": "delayed", "fp8_weight_cache": "on"}
+    trainer = models.trainer(str(tmp_path / "run"), llama(), max_steps=2, **flags)
     trainer.train()
     trained = trainer.model
     assert all(module.fp8_weight is not None for module in fp8_modules(trained).values())

@@ -507,10 +507,10 @@ def test_a_callback_that_runs_the_model_does_not_disturb_training(
 
 
 def test_evaluate_predict_and_generate_leave_the_fp8_state_alone(tmp_path: Path) -> None:
-    trainer = fp8_trainer(tmp_path)
+    trainer = fp8_trainer(tmp_path, fp8_weight_cache="on")
     fresh = trainer.evaluate()["eval_loss"]
     trainer.train()
-    assert fresh == fp8_trainer(tmp_path).evaluate()["eval_loss"]
+    assert fresh == fp8_trainer(tmp_path).evaluate()["eval_loss"]  # with and without a copy
     before = snapshot(trainer.fp8_plugin.scaling)
     copies = {
         n: m.fp8_weight.float() for n, m in fp8_modules(trainer.model).items() if m.fp8_weight is not None
@@ -646,7 +646,7 @@ def test_weight_cache_changes_no_bit_and_is_written_once_per_optimizer_step(tmp_
     for earlier, later in pairwise(writes):
         assert [b - a for a, b in zip(earlier, later, strict=True)] == [1] * len(earlier)
 
-    uncached = trained(tmp_path, fp8_weight_cache=False, **flags)
+    uncached = trained(tmp_path, fp8_weight_cache="off", **flags)
     assert all(m.fp8_weight is None for m in fp8_modules(uncached.model).values())
     assert_same_run(cached, uncached)
     assert cached.evaluate()["eval_loss"] == uncached.evaluate()["eval_loss"]
@@ -661,9 +661,25 @@ def test_micro_batches_compute_with_the_cached_copy() -> None:
     assert before.abs().max() > 0 and loop.step(x, dy).abs().max() == 0
 
 
+def test_copies_are_kept_where_a_weight_is_read_more_often_than_it_changes(tmp_path: Path) -> None:
+    def kept(**flags: Any) -> set[str]:
+        model = models.llama()
+        model.model.layers[0].mlp.requires_grad_(False)
+        trainer = models.trainer(str(tmp_path), model, fp8_recipe="delayed", max_steps=1, **flags)
+        trainer.train()
+        return {name for name, m in fp8_modules(model).items() if m.fp8_weight is not None}
+
+    frozen = {f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")}
+    assert kept() == frozen
+    assert kept(fp8_weight_cache="off") == set()
+    everything = kept(fp8_weight_cache="on")
+    assert everything > frozen
+    assert kept(gradient_accumulation_steps=2) == kept(gradient_checkpointing=True) == everything
+
+
 def test_the_report_states_the_memory_of_the_weight_copies() -> None:
-    assert any("3 MiB" in note for note in Loop(1024, 1024, 2048).plugin.report.notes)
-    notes = Loop(1024, 1024, 2048, weight_cache=False).plugin.report.notes
+    assert any("3 MiB" in note for note in Loop(1024, 1024, 2048, accumulation=2).plugin.report.notes)
+    notes = Loop(1024, 1024, 2048, weight_cache="off").plugin.report.notes
     assert not any("MiB" in note for note in notes)
 
 
@@ -683,10 +699,10 @@ def evaluated_afresh(folder: Path, weights: dict[str, Tensor], like: FP8Trainer,
     return fresh.evaluate()["eval_loss"]
 
 
-@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("cache", ["on", "off"])
 @pytest.mark.parametrize("change", ["load_state_dict", "ema", "assign"])
 def test_weight_scales_and_copies_follow_weights_changed_outside_the_optimizer(
-    tmp_path: Path, change: str, cache: bool
+    tmp_path: Path, change: str, cache: str
 ) -> None:
     trainer = trained(tmp_path, max_steps=2, fp8_weight_cache=cache)
     stale = trainer.evaluate()["eval_loss"]
@@ -853,7 +869,7 @@ def test_frozen_weights_are_cast_once_and_trained_ones_every_step(tmp_path: Path
     model = models.llama()
     frozen = {f"model.layers.0.{name}" for name, _ in model.model.layers[0].named_modules() if name}
     model.model.layers[0].requires_grad_(False)
-    trainer = models.trainer(str(tmp_path), model, fp8_recipe="delayed", max_steps=4)
+    trainer = models.trainer(str(tmp_path), model, fp8_recipe="delayed", fp8_weight_cache="on", max_steps=4)
     cast: Counter[str] = Counter()
     original = MultiCast.__call__
 
