@@ -68,8 +68,12 @@ class FP8Experts(Converted):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         module = cast(Any, self)
         # Also tells a compiler that hidden sizes differ by layer: torch 2.11's fails if it finds out inside `apply`.
-        if hidden_states.shape[-1] != module.down_proj.shape[2 if module.is_transposed else 1]:
-            raise ValueError(f"{type(self).__name__}: hidden states of {hidden_states.shape[-1]} features")
+        hidden = module.down_proj.shape[2 if module.is_transposed else 1]
+        if hidden_states.shape[-1] != hidden:
+            raise ValueError(
+                f"{type(self).__name__} got hidden states of {hidden_states.shape[-1]} features, but its weights are "
+                f"for {hidden}. Pass (tokens, {hidden})."
+            )
         x_TH = in_compute_dtype(hidden_states)
         routing = route(top_k_index, module.down_proj.shape[0])
         weight_P = _by_row(top_k_weights, routing)

@@ -16,7 +16,9 @@ stays on the device; nothing here waits for the GPU, except when a log line asks
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -176,6 +178,33 @@ class WeightsInForward:
         pass
 
 
+class SharedInputs:
+    """Finds out which modules are called with the very same input, one after the other (q, k and v; gate and up).
+
+    Listens by hooks until `stop`, so it needs blocks that run eagerly.
+    """
+
+    def __init__(self, modules: dict[str, FP8Module]) -> None:
+        self.leaders: dict[str, str] = {}
+        """For each module seen, the first one with its input, which may be itself."""
+        self._last: tuple[Callable[[], Tensor | None], str] = (lambda: None, "")
+        self._hooks = [
+            module.register_forward_pre_hook(partial(self._see, name)) for name, module in modules.items()
+        ]
+
+    def _see(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not args:
+            return
+        (last, first), input = self._last, args[0]
+        if last() is not input:
+            self._last, first = (weakref.ref(input), name), name
+        self.leaders.setdefault(name, self.leaders.get(first, name))
+
+    def stop(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
 class ScalingState:
     """The delayed recipe's state of one model: amax history and scales of inputs and output gradients.
 
@@ -210,7 +239,9 @@ class ScalingState:
             module.fp8_grad_scale = torch.ones((), device=device)
             module.fp8_input_amax = torch.zeros((), device=device)
             module.fp8_grad_amax = torch.zeros((), device=device)
+        self._leaders = torch.arange(n, device=device).repeat(2, 1)  # of modules that share their scale
         self.on_calibrated: Callable[[], None] | None = None
+        self._inputs = SharedInputs(self.modules)
         self._set_calibrating(True)
 
     # --- once per optimizer step ------------------------------------------------------------------------
@@ -246,6 +277,7 @@ class ScalingState:
         They stay recorded, so that the optimizer step's `sync` sees the whole window.
         """
         recorded, _ = self._shared_amaxes(None)
+        self._share_scales(self._inputs.leaders)
         self._set_scales(recorded.nan_to_num(0.0, posinf=0.0), self.scales())
         self._set_calibrating(False)
 
@@ -264,10 +296,21 @@ class ScalingState:
         return local.view(2, -1), weights
 
     def _set_scales(self, amax: Tensor, scales: Tensor) -> None:
+        amax = torch.zeros_like(amax).scatter_reduce(1, self._leaders, amax, "amax").gather(1, self._leaders)
         fresh = scale_of(amax, self.fp8_max, self.config.amax_margin)
         # A layer that has seen nothing but zeros (or nothing at all) keeps its scale.
         fresh = torch.where(amax > 0, fresh, scales)
         torch._foreach_copy_(self._buffers_of("scale"), list(fresh.view(-1).unbind()))
+
+    def _share_scales(self, leaders: dict[str, str]) -> None:
+        """One input scale, the same tensor, for the modules that get the same input: compiled code casts it once.
+
+        It is that of their largest amax, so that it also serves a module whose input is another one later.
+        """
+        places = {name: index for index, name in enumerate(self.modules)}
+        for name, leader in leaders.items():
+            self._leaders[0, places[name]] = places[leader]
+            self.modules[name].fp8_input_scale = self.modules[leader].fp8_input_scale
 
     def scales(self) -> Tensor:
         """(2, modules) fp32: the scales in use, inputs first."""
@@ -280,8 +323,10 @@ class ScalingState:
 
     def _set_calibrating(self, on: bool) -> None:
         self.calibrating = on
-        if not on and self.on_calibrated is not None:
-            self.on_calibrated()
+        if not on:
+            self._inputs.stop()
+            if self.on_calibrated is not None:
+                self.on_calibrated()
         for module in self.modules.values():
             module.fp8_calibrating = on
 
@@ -344,6 +389,7 @@ class ScalingState:
             history, scales = history[None], scales[None]
         return {
             "modules": list(self.modules),
+            "leaders": self._leaders[0].tolist(),
             "history": history.cpu(),
             "scales": scales.cpu(),
             "step": int(self.step),
@@ -363,6 +409,9 @@ class ScalingState:
                 f"The FP8 state of the checkpoint is for {len(state['modules'])} modules, this model converts "
                 f"{len(self.modules)}; they differ in {differing[0]!r}. Resume with the fp8 flags of the first run."
             )
+        names = list(self.modules)
+        leaders = state.get("leaders", range(len(names)))  # states of the first versions have none
+        self._share_scales({name: names[leader] for name, leader in zip(names, leaders, strict=True)})
         ranks = state["history"].shape[0]
         world = dist.get_world_size() if dist.is_initialized() else 1
         if ranks == world and self.group is None:

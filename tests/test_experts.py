@@ -522,3 +522,11 @@ def test_hardware_agrees_with_float64(recipe: str, compiled: bool) -> None:
             for name, value in found.items():
                 least = 20 if len(index) > 1 else 17  # as above
                 assert value.numel() == 2 or sqnr(value, right[name]) > least, (layout, len(index), name)
+
+
+def test_hidden_states_of_another_size_are_refused() -> None:
+    layer = plain_experts()
+    fp8_experts(layer, "tensorwise")
+    index = choice(ROUTINGS["uneven"])
+    with pytest.raises(ValueError, match=rf"Pass \(tokens, {HIDDEN}\)"):
+        layer(torch.ones(len(index), 2 * HIDDEN), index, torch.ones(index.shape))

@@ -17,7 +17,9 @@ import torch
 import torch._inductor.compile_fx
 from accelerate import Accelerator
 from accelerate.utils import TorchDynamoPlugin
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
@@ -606,6 +608,93 @@ def test_calibration_sets_the_scales_of_the_second_micro_batch() -> None:
     assert loop.layers[0].fp8_grad_scale.item() == published_scale(0.25, torch.float8_e5m2)
     loop.step(normal(16, 32, amax=1.0), normal(16, 48, amax=0.125))
     assert loop.scaling.history[:, 0, 0].tolist() == [3.0, 0.25]  # the window includes the first micro-batch
+
+
+class Fork(nn.Module):
+    """Two linear layers, on one input or on two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16).requires_grad_(False)  # idle, as in `Chain`
+        self.left, self.right = (nn.Linear(32, 48, bias=False) for _ in range(2))
+        self.last = nn.Linear(16, 16).requires_grad_(False)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return self.left(x) + self.right(z)
+
+
+def test_layers_with_one_input_share_its_scale_which_serves_the_larger_if_inputs_differ_later() -> None:
+    plugin = FP8Plugin(delayed(amax_margin=0))
+    accelerator = Accelerator(cpu=True, **plugin.accelerator_kwargs())
+    model = Fork()
+    parameters = [model.left.weight, model.right.weight]
+    model, optimizer = plugin.prepare(accelerator, model, torch.optim.SGD(parameters, lr=0.0))
+
+    def step(x: Tensor, z: Tensor) -> None:
+        accelerator.backward(model(x, z).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert model.left.fp8_input_scale is not model.right.fp8_input_scale
+    x = normal(16, 32, amax=2.0)
+    step(x, x)
+    assert model.left.fp8_input_scale is model.right.fp8_input_scale
+    assert model.left.fp8_grad_scale is not model.right.fp8_grad_scale
+    assert model.left.fp8_input_scale.item() == published_scale(2.0, torch.float8_e4m3fn)
+    step(x, normal(16, 32, amax=8.0))
+    assert model.left.fp8_input_scale.item() == published_scale(8.0, torch.float8_e4m3fn)
+    assert plugin.scaling is not None
+    assert plugin.scaling.history[0, :, 0].tolist() == [2.0, 8.0]  # each keeps its own amaxes
+
+
+def input_scales(loop: "LlamaLoop") -> list[list[str]]:
+    """The names of the modules that share an input scale, by scale."""
+    groups: dict[int, list[str]] = {}
+    for name, module in fp8_modules(loop.model).items():
+        groups.setdefault(id(module.fp8_input_scale), []).append(name.removeprefix("model.layers.0."))
+    return [names for names in groups.values() if names[0].split(".")[0] in ("self_attn", "mlp")]
+
+
+def test_a_blocks_projections_share_their_input_scale_after_the_first_step_and_after_resuming() -> None:
+    shared = [
+        [f"self_attn.{name}_proj" for name in "qkv"],
+        ["self_attn.o_proj"],
+        ["mlp.gate_proj", "mlp.up_proj"],
+        ["mlp.down_proj"],
+    ]
+    loop, resumed, old = (LlamaLoop() for _ in range(3))
+    assert all(len(names) == 1 for names in input_scales(loop))
+    loop.run(range(1))
+    assert input_scales(loop) == shared
+    state = loop.plugin.scaling.state_dict()
+    resumed.plugin.scaling.load_state_dict(state)
+    assert input_scales(resumed) == shared
+    old.plugin.scaling.load_state_dict({key: value for key, value in state.items() if key != "leaders"})
+    assert all(len(names) == 1 for names in input_scales(old))
+    assert torch.equal(old.plugin.scaling.scales(), loop.plugin.scaling.scales())
+
+
+def test_a_compiled_block_casts_a_shared_input_once() -> None:
+    loop = LlamaLoop()
+    loop.run(range(1))
+    casts: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        casts.append(sum(node.meta["val"].dtype == E4M3 for node in graph.graph.nodes if is_cast(node)))
+        return make_boxed_func(graph.forward)
+
+    def is_cast(node: torch.fx.Node) -> bool:
+        return node.target is torch.ops.aten._to_copy.default
+
+    model = loop.model
+    x = normal(1, 16, model.config.hidden_size).requires_grad_()
+    torch._dynamo.reset()
+    block = torch.compile(
+        model.model.layers[0],
+        backend=aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition),
+    )
+    block(x, position_embeddings=model.model.rotary_emb(x, torch.arange(16)[None]))
+    assert casts == [4 + 7]  # four inputs, seven weights
 
 
 def test_first_step_allows_several_forwards_before_their_backwards() -> None:
