@@ -36,9 +36,8 @@ FP8 = {
     "delayed": Cost(1561e12, 6.4, 24.9e-6),
 }
 
-# Whether a GPU run has shown that compiled experts in FP8 compute at full size what bf16 experts do. The one on record
-# (examples/benchmark_experts.py, Mixtral 8x7B shapes, torch 2.11) did not: eager and small it was right, at 24 dB
-# against float64, compiled and large it was not. Until one has, experts run in FP8 emulated only.
+# Whether a GPU run has shown that a model whose experts run in FP8 learns what it learns in bf16. None has yet: single
+# layers are right against float64 on an H200 (torch 2.11), 23 dB. Until then, experts run in FP8 emulated only.
 EXPERTS_PROVEN = False
 
 # Of the weights of a layer of experts: guesses, to be replaced by a fit to examples/benchmark_experts.py.
